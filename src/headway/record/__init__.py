@@ -1,0 +1,1 @@
+"""The run folder: schemas, readers, writers, versions. Knows no meaning of the values."""

@@ -1,0 +1,30 @@
+"""Whole files of the run folder: written beside, synced, then renamed, so that a reader never sees half of one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replaces `path` in one step; a crash leaves the old content or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with aside.open("wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_atomic(
+        path, orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    )
+
+
+def read_json(path: Path) -> Any:
+    return orjson.loads(path.read_bytes())

@@ -1,0 +1,31 @@
+"""Fixtures every room shares."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# The library looks things up on a hub by default; a test must never wait for a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    import torch
+
+    # Two threads next to another test worker turned a 0.4 s step into 5 s on two cores.
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def shared() -> Path:
+    """The folder of real data and cases beside the checkout; tests that need it skip where it is absent."""
+    path = ROOT.parent / "shared"
+    if not path.is_dir():
+        pytest.skip("no shared/ folder beside the checkout")
+    return path

@@ -1,0 +1,128 @@
+"""A torn or damaged line costs itself only; sessions join without counting a step twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.account.errors import UserError
+from headway.account.events import Flops, Line, SessionEnd, SessionStart, StepLine
+from headway.record.files import read_json, write_atomic, write_json
+from headway.record.folder import RunFolder
+from headway.record.jsonl import JsonlWriter, NewerVersion, read_jsonl
+from headway.record.sessions import read_history
+
+
+def start(session: int, resumed_from: int = 0) -> SessionStart:
+    return SessionStart(session=session, time=0.0, resumed_from=resumed_from, world_size=1, steps=9, device="cpu")
+
+
+def step(session: int, number: int) -> StepLine:
+    return StepLine(
+        session=session, step=number, time=0.0, epoch=0, documents=number, loss=1.0, nll=1.0, grad_norm=1.0, lr=0.1,
+        sequences=1, slots=8, tokens=7, trained_tokens=3, wall_ns=5, account={"data": 5}, flops=Flops(useful=1), run_ns={},
+    )  # fmt: skip
+
+
+def write(path: Path, *lines: Line) -> None:
+    writer = JsonlWriter(path)
+    for line in lines:
+        writer.append(line)
+    writer.close()
+
+
+def test_lines_come_back_equal(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    end = SessionEnd(session=0, time=1.0, step=1, reason="done", wall_ns=9, run_ns={"productive": 9})
+    write(path, start(0), step(0, 1), end)
+    assert read_jsonl(path, Line).items == [start(0), step(0, 1), end]
+
+
+@settings(max_examples=60)
+@given(cut=st.integers(1, 400), flip=st.one_of(st.none(), st.integers(0, 399)))
+def test_damage_costs_only_the_lines_it_hits(
+    tmp_path_factory: pytest.TempPathFactory, cut: int, flip: int | None
+) -> None:
+    path = tmp_path_factory.mktemp("damage") / "metrics.jsonl"
+    write(path, start(0), step(0, 1), step(0, 2))
+    whole = path.read_bytes()
+    damaged = bytearray(whole[: len(whole) - cut % len(whole)])
+    if flip is not None and damaged:
+        damaged[flip % len(damaged)] = 0
+    path.write_bytes(damaged)
+    write(path, step(1, 3))
+    lines = read_jsonl(path, Line)
+    assert lines.items[-1] == step(1, 3), "the line after a torn one is lost"
+    intact = [raw for raw in damaged.split(b"\n")[:-1] if raw and raw + b"\n" in whole and b"\0" not in raw]
+    assert len(lines.items) >= len(intact) + 1
+    assert len(lines.items) + len(lines.bad) <= 4
+
+
+def test_kill_minus_nine_leaves_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    code = (
+        "import sys; from pathlib import Path; from headway.record.jsonl import JsonlWriter;"
+        "from headway.account.events import SessionStart\n"
+        "w = JsonlWriter(Path(sys.argv[1])); n = 0\n"
+        "while True:\n"
+        "    w.append(SessionStart(session=n, time=0.0, resumed_from=0, world_size=1, steps=1, device='cpu')); n += 1\n"
+        "    if n == 50: print('go', flush=True)\n"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"go\n"
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(30)
+    child.stdout.close()
+    lines = read_jsonl(path, Line)
+    assert [line.session for line in lines.items] == list(range(len(lines.items))) and len(lines.items) >= 50
+    assert len(lines.bad) <= 1
+
+
+def test_a_newer_version_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"v":99,"event":"step"}\n')
+    with pytest.raises(NewerVersion, match=r"metrics.jsonl:1: .*version 99"):
+        read_jsonl(path, Line)
+
+
+def test_a_resume_counts_no_step_twice(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    # Killed after step 4 with its last checkpoint at 2; killed again after 5 (checkpoint 4); then done.
+    first = [start(0), *(step(0, n) for n in (1, 2, 3, 4))]
+    second = [start(1, resumed_from=2), *(step(1, n) for n in (3, 4, 5))]
+    third = [start(2, resumed_from=4), step(2, 5)]
+    write(path, *first, *second, *third)
+    history = read_history(path)
+    assert [(line.session, line.step) for line in history.kept] == [(0, 1), (0, 2), (1, 3), (1, 4), (2, 5)]
+    assert [(line.session, line.step) for line in history.lost] == [(0, 3), (0, 4), (1, 5)]
+
+
+def test_steps_beyond_a_resume_point_are_lost_even_if_never_redone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, start(0), step(0, 1), step(0, 2), step(0, 3), start(1, resumed_from=1), step(1, 2))
+    assert [line.step for line in read_history(path).kept] == [1, 2]
+
+
+def test_write_atomic_never_shows_half(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "x.json"
+    write_json(path, {"a": 1})
+    write_atomic(path, b'{"a": 2}')
+    assert read_json(path) == {"a": 2} and [p.name for p in path.parent.iterdir()] == ["x.json"]
+
+
+def test_run_folder_errors_name_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such folder"):
+        RunFolder.open(tmp_path / "none")
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        RunFolder.open(tmp_path)
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    with pytest.raises(UserError, match="set `out` elsewhere"):
+        RunFolder(blocker / "run").create()
