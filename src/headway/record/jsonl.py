@@ -34,8 +34,10 @@ class JsonlWriter:
             os.write(self._fd, b"\n")
 
     def append(self, line: msgspec.Struct) -> None:
-        body = self._encoder.encode(line)
-        os.write(self._fd, b'{"v":%d,' % VERSION + body[1:] + b"\n")
+        left = memoryview(b'{"v":%d,' % VERSION + self._encoder.encode(line)[1:] + b"\n")
+        while left:
+            # A nearly full disk takes a part; half a line must not join the next one.
+            left = left[os.write(self._fd, left) :]
 
     def sync(self) -> None:
         os.fsync(self._fd)

@@ -1,0 +1,1 @@
+"""Sinks, the live line, the report."""

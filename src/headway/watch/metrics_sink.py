@@ -1,0 +1,23 @@
+"""The run folder's own sink: every line of the run, in full, in metrics.jsonl."""
+
+from __future__ import annotations
+
+from headway.account.events import CheckpointLine, Line, SessionEnd
+from headway.record.folder import RunFolder
+from headway.record.jsonl import JsonlWriter
+
+
+class MetricsSink:
+    """Writes metrics.jsonl. A kill can tear at most the line being written; the next session starts on a fresh one."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._writer = JsonlWriter(folder.metrics)
+
+    def tell(self, line: Line) -> None:
+        self._writer.append(line)
+        if isinstance(line, CheckpointLine | SessionEnd):
+            # A checkpoint must never outlive the lines of its own steps, or a resume would find a hole before it.
+            self._writer.sync()
+
+    def close(self) -> None:
+        self._writer.close()
