@@ -1,0 +1,1 @@
+"""One thin command a file; the only place where rooms are wired together."""

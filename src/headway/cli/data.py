@@ -1,0 +1,95 @@
+"""`headway data prepare|inspect`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headway.cli.output import print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from headway.data.options import Progress
+
+app = typer.Typer(no_args_is_help=True, help="Prepare chats and text once, offline; look at what training will see.")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def prepare(
+    sources: Annotated[list[str], typer.Argument(help="Files, folders or globs of chats or text.")],
+    tokenizer: Annotated[str, typer.Option(help="Folder of the model's tokenizer.")],
+    out: Annotated[Path, typer.Option(help="Folder for the shards.")],
+    format: Annotated[str, typer.Option(help="How documents are written; auto detects it per file.")] = "auto",
+    labels: Annotated[str, typer.Option(help="Train all assistant turns, or the last.")] = "all",
+    max_bad: Annotated[float, typer.Option(help="Share of bad records above which it is an error.")] = 0.01,
+    chat_template: Annotated[str | None, typer.Option(help="Jinja file in place of the tokenizer's template.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes (default: one a core).")] = None,
+    json: Json = False,
+) -> None:
+    """Turn chats or text into tokens, labels and shards. Idempotent; resumes after a kill.
+
+    Example: headway data prepare chats.jsonl --tokenizer model/ --out shards/
+    """
+    from headway.data.options import PrepareOptions
+    from headway.data.prepare import prepare as run_prepare
+    from headway.data.report_text import report_lines, report_record
+
+    options = PrepareOptions(format=format, labels=labels, max_bad=max_bad, chat_template=chat_template)  # type: ignore[arg-type]
+    progress = None if json else _progress()
+    report = run_prepare(sources, out, tokenizer, options=options, workers=workers, progress=progress)
+    if json:
+        print_json(report_record(report))
+        return
+    for line in report_lines(report):
+        print(line)
+
+
+@app.command()
+def inspect(
+    shards: Annotated[Path, typer.Argument(help="A folder of shards.")],
+    show: Annotated[int, typer.Option(help="Samples to print, trained tokens highlighted.")] = 0,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, where it has moved.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Also count what is overlong at this length.")] = None,
+    json: Json = False,
+) -> None:
+    """Show what a folder of shards holds, and samples as training will see them.
+
+    Example: headway data inspect shards/ --show 3
+    """
+    from headway.data.inspect import inspect_folder, render_sample
+    from headway.data.report_text import inspect_lines, inspect_record
+    from headway.watch.console import make_console
+
+    report = inspect_folder(shards, show, tokenizer)
+    if json:
+        print_json(inspect_record(report, seq_len))
+        return
+    for line in inspect_lines(report, seq_len):
+        print(line)
+    console = make_console()
+    for sample in report.samples:
+        if console.is_terminal:
+            console.print(render_sample(sample), soft_wrap=True)
+        else:
+            print(f"{sample.file}:{sample.line}  {sample.tokens} tokens, {sample.trained} trained\n{sample.plain}")
+
+
+def _progress() -> Callable[[Progress], None] | None:
+    """A line that updates on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(at: Progress) -> None:
+        rate = at.bytes_done / at.seconds / 1e6 if at.seconds else 0.0
+        share = at.bytes_done / at.bytes_total if at.bytes_total else 1.0
+        left = (at.bytes_total - at.bytes_done) / 1e6 / rate if rate else 0.0
+        done = f"{share:6.1%}  {rate:.1f} MB/s  {left:.0f} s left  {at.totals.documents} documents"
+        print(f"\r{at.stage} {done}\033[K", end="\n" if share >= 1 else "", file=sys.stderr, flush=True)
+
+    return show

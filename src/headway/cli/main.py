@@ -1,0 +1,77 @@
+"""The `headway` command: joins the sub-commands, turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import typer
+
+from headway.account.errors import UserError
+from headway.cli.quiet import quiet_libraries
+
+BAD_NEWS, BAD_INPUT, PARTIAL, PREEMPTED = 1, 2, 3, 75
+
+# Newer typers bring a click of their own: the class to catch is whatever typer raises.
+_USAGE_ERROR: Any = typer.BadParameter.__mro__[2]
+
+app = typer.Typer(
+    name="headway",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Trains large language models so that every second paid for becomes a parameter update.",
+    epilog="Example: headway train run.yaml data.seq_len=4096    Exit codes: 0 good, 1 bad news, 2 bad input, "
+    "3 partial answer, 75 stopped with the state saved.",
+)
+
+
+def _join_commands() -> None:
+    from headway.cli import bench, checkpoint, data, doctor, report, train
+
+    for module in (train, report, doctor):
+        module.register(app)
+    app.add_typer(data.app, name="data")
+    app.add_typer(checkpoint.app, name="checkpoint")
+    app.add_typer(bench.app, name="bench")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs a command and exits. `--debug` anywhere shows tracebacks of user errors too."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in arguments
+    if debug:
+        arguments.remove("--debug")
+    quiet_libraries()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an old encoding must not end a run at the first dash
+    _join_commands()
+    sys.exit(_run(arguments, debug))
+
+
+def _run(arguments: list[str], debug: bool) -> int:
+    try:
+        result = app(args=arguments, prog_name="headway", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except UserError as error:
+        if debug:
+            raise
+        print(f"headway: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except _USAGE_ERROR as error:
+        error.show()
+        return BAD_INPUT
+    except (KeyboardInterrupt, typer.Abort):
+        print("headway: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (head, less) has seen enough.
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    main()

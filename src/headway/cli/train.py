@@ -1,0 +1,156 @@
+"""`headway train RUN.yaml [key=value …]`: one run, end to end. Here the rooms are wired together."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from headway.account.events import Observer
+    from headway.config.run import RunConfig
+    from headway.guard.ranks import RankEnv
+
+_REASON_CODES = {"done": 0, "preempted": 75}
+
+
+def train(
+    run_file: Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. data.seq_len=4096.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print every setting and its origin; do nothing.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary (or the settings) as JSON.")] = False,
+) -> int:
+    """Train a model as the run file says; resume where the run folder's newest checkpoint ends.
+
+    Example: headway train run.yaml data.seq_len=4096 parallel.fsdp=2
+    """
+    from headway.config.load import load_run
+
+    loaded = load_run(run_file, overrides or [])
+    if show:
+        return _show(loaded, json)
+    from headway.guard.ranks import read_rank_env
+
+    config = loaded.config
+    rank_env = read_rank_env(os.environ)
+    if rank_env is None:
+        ranks = _ranks_to_start(config)
+        if ranks > 1:
+            return _launch(config, ranks)
+    return _train_here(config, rank_env, json)
+
+
+def _show(loaded: object, json: bool) -> int:
+    from headway.cli.output import print_json
+    from headway.config.show import show_records, show_text
+
+    if json:
+        print_json(show_records(loaded))  # type: ignore[arg-type]
+    else:
+        print(show_text(loaded))  # type: ignore[arg-type]
+    return 0
+
+
+def _ranks_to_start(config: RunConfig) -> int:
+    import torch
+
+    gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
+    return config.parallel.local_ranks(gpus)
+
+
+def _launch(config: RunConfig, ranks: int) -> int:
+    """Starts the same command once per rank. Data is prepared first, so that no rank waits in a collective for it."""
+    from headway.account.run_clock import LAUNCHED_AT, process_age_ns
+    from headway.guard.launch import launch_local
+    from headway.train.data import prepare_sources
+
+    launched_at = time.time() - process_age_ns() / 1e9
+    prepare_sources(config, say=_say)
+    environment = {**os.environ, LAUNCHED_AT: repr(launched_at)}
+    return launch_local(ranks, sys.argv[1:], env=environment, log_dir=config.folder / "logs")
+
+
+def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
+    from headway.account.run_clock import RunClock, process_age_ns
+    from headway.guard.process_group import close_process_group
+    from headway.train.build import build_run
+    from headway.train.loop import train as run_loop
+
+    run_clock = RunClock(process_age_ns())
+    main = rank_env is None or rank_env.rank == 0
+    try:
+        run = build_run(
+            config,
+            rank_env,
+            run_clock,
+            observers=(lambda: _observers(config, quiet=json)) if main else list,
+            say=_say if main and not json else _say_nothing,
+        )
+        reason = run_loop(run)
+    finally:
+        closed = close_process_group()
+    if main:
+        _tell_end(config, reason, json)
+    if not closed:
+        # A peer died inside a collective: an ordinary exit would wait for its thread for ever.
+        sys.stdout.flush()
+        os._exit(_REASON_CODES[reason])
+    return _REASON_CODES[reason]
+
+
+def _observers(config: RunConfig, quiet: bool) -> list[Observer]:
+    from headway.record.folder import RunFolder
+    from headway.watch.live import LiveLine
+    from headway.watch.metrics_sink import MetricsSink
+    from headway.watch.tensorboard_sink import TensorboardSink
+
+    folder = RunFolder(config.folder)
+    observers: list[Observer] = [MetricsSink(folder)]
+    if not quiet:
+        observers.append(LiveLine(config.log.every, config.log.quiet))
+    if config.log.tensorboard:
+        observers.append(TensorboardSink(folder.tensorboard))
+    return observers
+
+
+def _tell_end(config: RunConfig, reason: str, json: bool) -> None:
+    from headway.cli.output import print_json
+    from headway.record.folder import RunFolder
+    from headway.watch.console import make_console
+    from headway.watch.render import render_summary
+    from headway.watch.report import write_report
+    from headway.watch.summary import read_summary
+
+    folder = RunFolder.open(config.folder)
+    written = write_report(folder.root)
+    summary = read_summary(folder)
+    if json:
+        print_json(summary.to_dict())
+        return
+    console = make_console()
+    console.print(render_summary(summary))
+    console.print(f"report: {written}", soft_wrap=True)
+    if reason == "preempted":
+        console.print(f"stopped with the state saved; the same command goes on: {_again()}", soft_wrap=True)
+    else:
+        console.print(f"model:  {folder.final_model}", soft_wrap=True)
+
+
+def _again() -> str:
+    return " ".join(["headway", *sys.argv[1:]])
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say_nothing(text: str) -> None:
+    pass
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(train)

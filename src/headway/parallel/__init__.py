@@ -1,0 +1,1 @@
+"""Device meshes and the wrapping of a model over ranks."""

@@ -1,0 +1,103 @@
+"""A model over the data-parallel ranks: FSDP2 where parameters are sharded, DDP where they are only replicated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from headway.parallel.mesh import REPLICATE, SHARD, Layout
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """A wrapped model. `call` is what the forward pass calls, `module` the model itself (parameters may be DTensors).
+
+    Both FSDP2 and DDP average gradients over the ranks, so a loss that is already divided by the global number of
+    trained tokens must be multiplied by `size` first.
+    """
+
+    call: nn.Module
+    module: nn.Module
+    size: int
+    compute_dtype: torch.dtype
+    device_type: str
+
+    @contextmanager
+    def accumulate(self, last: bool) -> Iterator[None]:
+        """Around one micro-batch's forward and backward: gradients travel only with the last one."""
+        if isinstance(self.call, FSDPModule):
+            self.call.set_requires_gradient_sync(last)
+            self.call.set_is_last_backward(last)
+        with self.call.no_sync() if isinstance(self.call, DistributedDataParallel) and not last else nullcontext():
+            yield
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Lower precision for the forward pass, where no FSDP policy casts already."""
+        if isinstance(self.call, FSDPModule) or self.compute_dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.compute_dtype)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """Sums a small tensor over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+
+def wrap(
+    module: nn.Module,
+    mesh: DeviceMesh | None,
+    layout: Layout,
+    compute_dtype: torch.dtype,
+    *,
+    reshard_after_forward: bool = True,
+    unused_parameters: bool = False,
+) -> Replicas:
+    """Wraps a model that lies on its device.
+
+    Args:
+        module: a Hugging Face causal LM, or a PEFT model around one.
+        mesh: from :func:`build_mesh`; None runs the module as it is.
+        compute_dtype: dtype of the forward and backward pass; parameters keep their own, gradients are reduced in fp32.
+        unused_parameters: a step may leave parameters without gradient (experts that saw no token); without this, DDP
+            would wait for them for ever.
+    """
+    device_type = next(module.parameters()).device.type
+    call: nn.Module = module
+    if mesh is not None and layout.shard > 1:
+        _shard(module, mesh, layout, compute_dtype, reshard_after_forward)
+    elif mesh is not None:
+        call = DistributedDataParallel(
+            module,
+            process_group=mesh.get_group(REPLICATE),
+            gradient_as_bucket_view=True,
+            find_unused_parameters=unused_parameters,
+        )
+    return Replicas(call, module, layout.data_parallel, compute_dtype, device_type)
+
+
+def _shard(
+    module: nn.Module, mesh: DeviceMesh, layout: Layout, compute_dtype: torch.dtype, reshard_after_forward: bool
+) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
+    )
+    where = mesh if layout.replicate > 1 else mesh[SHARD]
+    for block in transformer_blocks(module):
+        fully_shard(block, mesh=where, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(module, mesh=where, mp_policy=policy, reshard_after_forward=False)
+
+
+def transformer_blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a causal LM: the items of its longest ModuleList that is not inside another one."""
+    lists = [(name, child) for name, child in module.named_modules() if isinstance(child, nn.ModuleList)]
+    outer = [(n, c) for n, c in lists if not any(n.startswith(other + ".") for other, _ in lists if other != n)]
+    return list(max((child for _, child in outer), key=len, default=[]))

@@ -1,0 +1,255 @@
+"""Assembles a run on one rank, in order: device, ranks, data, model, wrapping, state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headway.account.errors import UserError
+from headway.account.events import Observer, SessionStart
+from headway.account.flops import describe
+from headway.account.measured_peaks import MeasuredPeaks
+from headway.account.peaks import Peak, resolve_peak
+from headway.account.run_clock import RunClock
+from headway.account.totals import Totals
+from headway.config.dump import dump_yaml
+from headway.config.run import RunConfig
+from headway.data.feed import Feeder
+from headway.data.stream import Stream
+from headway.data.view import View
+from headway.data.vocabulary import check_vocabulary
+from headway.guard.checkpoint import CheckpointStore
+from headway.guard.environment import collect_environment
+from headway.guard.process_group import control, init_process_group
+from headway.guard.ranks import RankEnv
+from headway.guard.signals import StopRequest
+from headway.model.isolation import prove_isolation
+from headway.parallel.device import Device, choose_device
+from headway.parallel.mesh import Layout, build_mesh
+from headway.parallel.wrap import Replicas, transformer_blocks, wrap
+from headway.record.files import write_atomic, write_json
+from headway.record.folder import RunFolder
+from headway.record.jsonl import JsonlWriter
+from headway.train import resume as resuming
+from headway.train.clock import StepClock
+from headway.train.data import Say, evaluation_view, make_stream, prepare_sources, total_steps, training_view
+from headway.train.evaluate import Evaluator
+from headway.train.export import export_live
+from headway.train.flop_counter import FlopCounter
+from headway.train.model import BuiltModel, build_model, use_deterministic_kernels
+from headway.train.optim import Optimizers, build_optimizers
+from headway.train.reporter import Reporter
+from headway.train.run import Run
+from headway.train.schedule import Schedule
+from headway.train.step import Learner
+
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """This rank's device and place among the ranks."""
+
+    device: Device
+    layout: Layout
+    rank: int
+    compute_dtype: torch.dtype
+
+    @property
+    def world(self) -> int:
+        return self.layout.world_size
+
+
+def build_run(
+    config: RunConfig,
+    rank_env: RankEnv | None,
+    run_clock: RunClock,
+    observers: Callable[[], Sequence[Observer]],
+    say: Say,
+) -> Run:
+    """Builds one rank's run. Collective: every rank calls it, and it succeeds or fails on all.
+
+    Raises:
+        UserError: anything wrong with the run file, the data, the model, the machine or the checkpoint.
+    """
+    stop = StopRequest()
+    try:
+        with run_clock.phase("startup.launch"):
+            return _build(config, rank_env, run_clock, observers, say, stop)
+    except BaseException:
+        stop.close()
+        raise
+
+
+def _build(
+    config: RunConfig,
+    rank_env: RankEnv | None,
+    run_clock: RunClock,
+    observers: Callable[[], Sequence[Observer]],
+    say: Say,
+    stop: StopRequest,
+) -> Run:
+    place = _find_place(config, rank_env)
+    folder = RunFolder(config.folder).create()
+    store = CheckpointStore(folder.checkpoints, resuming.run_id(folder))
+    ref = resuming.find_checkpoint(config, store)
+    with run_clock.phase("startup.data"):
+        view, stream = _data(config, place, say)
+        steps = total_steps(config, stream)
+        _check_schedule(config, steps)
+    with run_clock.phase("startup.model"):
+        model, replicas, optimizers = _model(config, place, view, say)
+    identity = resuming.run_identity(config, stream, model.config.to_dict())
+    with run_clock.phase("startup.model" if ref is None else "downtime.reload"):
+        # Dropout must differ between ranks; a resume then restores each rank's own generators.
+        torch.manual_seed(config.seed + place.rank)
+        state = resuming.resume(config, store, ref, replicas, optimizers, identity)
+    for note in state.notes:
+        say(note)
+    peak = _peak(config, place)
+    session = resuming.next_session(folder)
+    clock = StepClock(place.device.type)
+    _write_down(config, folder)
+    reporter = Reporter(
+        session=session,
+        rank=place.rank,
+        clock=clock,
+        run_clock=run_clock,
+        totals=state.totals or Totals(),
+        session_totals=Totals(),
+        observers=observers(),
+        rank_file=JsonlWriter(folder.rank(place.rank)),
+        incidents=folder.incidents,
+        peak_flops=peak.flops * place.world if peak.flops else None,
+        compiled=config.train.compile,
+    )
+    return Run(
+        config=config,
+        session_start=_session_start(reporter, state, place, steps, peak, model, stream),
+        total_steps=steps,
+        learner=Learner(replicas, optimizers, config.train.loss, config.optim.clip_norm, clock),
+        schedule=_schedule(config, steps),
+        feeder=Feeder(stream, state.position, place.rank, place.world, place.device.torch, depth=config.data.prefetch),
+        counter=FlopCounter(model.shape, model.trainable, config.model.recompute, place.world),
+        reporter=reporter,
+        run_clock=run_clock,
+        store=store,
+        stop=stop,
+        identity=identity,
+        export=lambda: export_live(config, model, folder.final_model),
+        evaluator=_evaluator(config, view, place),
+        step=state.step,
+        position=state.position,
+    )
+
+
+def _find_place(config: RunConfig, rank_env: RankEnv | None) -> Place:
+    device = choose_device(config.device, rank_env.local_rank if rank_env else 0)
+    init_process_group(rank_env, device.torch)
+    if config.deterministic:
+        use_deterministic_kernels()
+    world = rank_env.world_size if rank_env else 1
+    replicate, shard = config.parallel.dims(world)
+    bf16 = config.train.precision == "bfloat16" or (config.train.precision == "auto" and device.type == "cuda")
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return Place(device, Layout(replicate, shard), rank_env.rank if rank_env else 0, dtype)
+
+
+def _data(config: RunConfig, place: Place, say: Say) -> tuple[View, Stream]:
+    control().on_main(lambda: prepare_sources(config, say), UserError, (UserError, OSError))
+    view = training_view(config)
+    stream = make_stream(config, view, config.sequences_per_step(place.layout.data_parallel))
+    for fact in (view.overlong, view.untrained, stream.efficiency(0)):
+        say(f"data: {fact}")
+    return view, stream
+
+
+def _model(config: RunConfig, place: Place, view: View, say: Say) -> tuple[BuiltModel, Replicas, Optimizers]:
+    model = build_model(config)
+    check_vocabulary(view, model.shape.vocab)
+    model.module.to(place.device.torch)
+    if config.data.packed:
+        # On the actual model, in the precision it trains in: nothing else shows a leak between documents.
+        with torch.autocast(place.device.type, place.compute_dtype, enabled=place.compute_dtype != torch.float32):
+            say(f"isolation: {prove_isolation(model.module, device=place.device.torch).summary()}")
+    if config.train.compile:
+        for block in transformer_blocks(model.module):
+            block.compile()
+    replicas = wrap(
+        model.module,
+        build_mesh(place.layout, place.device.type),
+        place.layout,
+        place.compute_dtype,
+        reshard_after_forward=config.parallel.reshard_after_forward,
+        unused_parameters=any(layer.mlp is not None and layer.mlp.experts for layer in model.shape.layers),
+    )
+    return model, replicas, build_optimizers(model.module, config.optim)
+
+
+def _check_schedule(config: RunConfig, steps: int) -> None:
+    misfit = config.schedule.misfit(steps)
+    if misfit is not None:
+        raise UserError(": ".join(misfit))
+
+
+def _schedule(config: RunConfig, steps: int) -> Schedule:
+    given = config.schedule
+    return Schedule(given.kind, steps, given.warmup_steps(steps), given.decay_steps(steps), given.min_ratio)
+
+
+def _peak(config: RunConfig, place: Place) -> Peak:
+    return resolve_peak(
+        place.device.name,
+        _DTYPE_NAMES[place.compute_dtype],
+        override=config.hardware.peak_flops,
+        threads=place.device.threads or None,
+        measured=MeasuredPeaks.load(),
+    )
+
+
+def _evaluator(config: RunConfig, view: View, place: Place) -> Evaluator | None:
+    held_out = evaluation_view(config, view)
+    if held_out is None:
+        return None
+    stream = make_stream(config, held_out, config.sequences_per_step(place.layout.data_parallel))
+    return Evaluator(stream, place.rank, place.world, place.device.torch, config.eval.batches)
+
+
+def _write_down(config: RunConfig, folder: RunFolder) -> None:
+    def write() -> None:
+        write_atomic(folder.config, dump_yaml(config))
+        write_json(folder.environment, collect_environment())
+
+    control().on_main(write, UserError, (OSError,))
+
+
+def _session_start(
+    reporter: Reporter, state: resuming.Resumed, place: Place, steps: int, peak: Peak, model: BuiltModel, stream: Stream
+) -> SessionStart:
+    facts: dict[str, Any] = {
+        "model": model.shape.model_type,
+        "parameters": model.shape.parameters,
+        "trained_parameters": sum(p.numel() for p in model.module.parameters() if p.requires_grad),
+        "precision": _DTYPE_NAMES[place.compute_dtype],
+        "replicate": place.layout.replicate,
+        "fsdp": place.layout.shard,
+        "sequences_per_step": stream.options.sequences_per_step,
+        "convention": describe(trainable=model.trainable),
+    }
+    if state.notes:
+        facts["notes"] = list(state.notes)
+    return SessionStart(
+        session=reporter.session,
+        time=time.time(),
+        resumed_from=state.step,
+        world_size=place.world,
+        steps=steps,
+        device=place.device.name,
+        peak_flops=reporter.peak_flops,
+        peak_source=peak.line(place.world),
+        facts=facts,
+    )

@@ -1,0 +1,69 @@
+"""Held-out loss, averaged by token over all ranks: a mean of batch means would weigh short batches too much."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from headway.account.errors import UserError
+from headway.data.batch import Batch
+from headway.data.global_batch import Position
+from headway.data.stream import Stream
+from headway.model.forward import forward_logits
+from headway.model.loss import loss_sum
+from headway.parallel.wrap import Replicas
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """nll in nats per trained token."""
+
+    nll: float
+    tokens: int
+    documents: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Evaluates on a stream of its own; `batches` bounds the micro-batches a rank takes (None: all)."""
+
+    stream: Stream
+    rank: int
+    world: int
+    device: torch.device
+    batches: int | None = None
+
+    def run(self, replicas: Replicas) -> Evaluation:
+        """Leaves the model in the mode it was in. Every rank takes part: FSDP gathers weights in the forward pass."""
+        started = time.perf_counter()
+        training = replicas.module.training
+        replicas.call.eval()
+        # nll sum, trained tokens, documents; float64 holds the counts exactly.
+        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for batch in self._micro_batches():
+                with replicas.autocast():
+                    logits = forward_logits(replicas.call, batch)
+                loss = loss_sum(logits, batch.labels)
+                sums += torch.stack([loss.nll_sum.double(), loss.tokens.double(), sums.new_tensor(len(batch.lengths))])
+        replicas.sum_over_ranks(sums)
+        replicas.call.train(training)
+        nll, tokens, documents = sums.tolist()
+        if not tokens:
+            raise UserError("eval: no held-out document has a trained token; check eval.data")
+        return Evaluation(nll / tokens, int(tokens), int(documents), time.perf_counter() - started)
+
+    def _micro_batches(self) -> Iterator[Batch]:
+        position, taken = Position(), 0
+        while position.epoch == 0:
+            fed = self.stream.global_batch(position)
+            for batch in fed.micro_batches(self.rank, self.world):
+                if self.batches is not None and taken >= self.batches:
+                    return
+                taken += 1
+                yield batch.to(self.device)
+            position = fed.next

@@ -1,0 +1,55 @@
+"""FLOPs and slots of a global batch from the plan alone: no rank has to ask another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.account.events import Flops
+from headway.account.flops import Recompute, SlotLayout, Trainable, step_flops
+from headway.account.shape import ModelShape
+from headway.data.global_batch import GlobalBatch, Micro
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Of all ranks together, the padding micro-batches included that make ranks even."""
+
+    flops: Flops
+    slots: int
+
+
+@dataclass(frozen=True)
+class FlopCounter:
+    """Counts by the causal convention (docs/flops.md)."""
+
+    shape: ModelShape
+    trainable: Trainable
+    recompute: Recompute
+    world: int
+
+    def count(self, batch: GlobalBatch) -> Counted:
+        layout = SlotLayout(segments(batch, self.world))
+        found = step_flops(self.shape, batch.lengths, layout, recompute=self.recompute, trainable=self.trainable)
+        return Counted(found.to_flops(), layout.slots)
+
+
+def segments(batch: GlobalBatch, world: int) -> npt.NDArray[np.int64]:
+    """Lengths of everything that attention runs over, padding among it, int64 [segments]."""
+    lengths = batch.builder.view.pieces.length
+    parts = [_segments_of(micro, lengths) for micro in batch.micro]
+    missing = -len(batch.micro) % world
+    last = batch.micro[-1]
+    rows, width = (last.rows, last.width) if last.fixed else (1, 1)
+    parts.append(np.full(missing * rows, width, np.int64))
+    return np.concatenate(parts)
+
+
+def _segments_of(micro: Micro, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    if not micro.packed:
+        return np.full(micro.rows, micro.width, np.int64)
+    documents = lengths[micro.pieces]
+    tail = micro.width - int(documents.sum())
+    return np.append(documents, tail) if tail else documents

@@ -1,0 +1,73 @@
+"""From the run file's model section to a module on its device, ready to be wrapped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from headway.account.flops import LoraShape, Trainable
+from headway.account.shape import ModelShape
+from headway.config.model import LoraConfig
+from headway.config.run import RunConfig
+from headway.model.load import load_model
+from headway.model.lora import apply_lora
+from headway.model.recompute import set_recompute
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """module: what trains (a PEFT model with LoRA). config and shape: of the plain model."""
+
+    module: nn.Module
+    config: PretrainedConfig
+    shape: ModelShape
+    trainable: Trainable
+
+
+def build_model(config: RunConfig) -> BuiltModel:
+    """Loads (or makes, from the seed) the model on the CPU. Raises UserError for whatever is wrong with the section."""
+    model = load_model(
+        path=config.model.path,
+        config=config.model.config,
+        dtype=config.model.dtype,
+        attention=config.model.attention,
+        seed=config.seed,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    shape = shape_of(model)
+    plain_config = model.config
+    trainable: Trainable = "full"
+    module: nn.Module = model
+    if config.model.lora is not None:
+        trainable = _lora_shape(model, config.model.lora, config.model.recompute == "full")
+        module = apply_lora(model, config.model.lora, seed=config.seed)
+    set_recompute(module, config.model.recompute)
+    return BuiltModel(module, plain_config, shape, trainable)
+
+
+def shape_of(model: nn.Module) -> ModelShape:
+    """Sizes of a plain model, exact from its config where that agrees with its parameters."""
+    parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    lookups = {f"{name}.weight" for name, child in model.named_modules() if isinstance(child, nn.Embedding) and name}
+    return ModelShape.of_model(model.config.to_dict(), parameters, lookups)  # type: ignore[operator, union-attr]
+
+
+def _lora_shape(model: nn.Module, lora: LoraConfig, recompute: bool) -> LoraShape:
+    targets = tuple(lora.targets) if isinstance(lora.targets, list) else tuple(_linear_names(model))
+    return LoraShape(lora.rank, targets, input_gradient=recompute)
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    """Names of the linear layers that PEFT's ``all-linear`` means: all but the output head."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linear = [name for name, child in model.named_modules() if isinstance(child, nn.Linear) and child is not head]
+    return sorted({name.rsplit(".", 1)[-1] for name in linear})
+
+
+def use_deterministic_kernels() -> None:
+    """Same bits every time: torch refuses an operation that has no deterministic kernel."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,142 @@
+"""Optimizers by name, their parameter groups, and a gradient norm and finite check without a host sync on CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from headway.account.errors import UserError
+from headway.config.optim import OptimConfig
+from headway.model.parameters import decay_groups, parameter_roles
+
+
+@dataclass
+class Optimizers:
+    """One or two torch optimizers that step together (Muon has its matrices, AdamW the rest).
+
+    Attributes:
+        items: the optimizers; every parameter that trains is in exactly one.
+        skips_on_device: whether they can skip a step by a device flag (fused AdamW's found_inf), without a host sync.
+    """
+
+    items: list[torch.optim.Optimizer]
+    skips_on_device: bool
+    _base_lr: list[list[float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._base_lr = [[group["lr"] for group in item.param_groups] for item in self.items]
+
+    def set_lr(self, factor: float) -> float:
+        """Sets every group's rate to its own base rate times `factor`; returns the first group's rate."""
+        for item, base in zip(self.items, self._base_lr, strict=True):
+            for group, lr in zip(item.param_groups, base, strict=True):
+                group["lr"] = lr * factor
+        return self.items[0].param_groups[0]["lr"]
+
+    def zero_grad(self) -> None:
+        for item in self.items:
+            item.zero_grad(set_to_none=True)
+
+    def step(self, finite: Tensor) -> None:
+        """Updates the parameters, unless `finite` (a boolean scalar, the same on all ranks) is false."""
+        if self.skips_on_device and finite.is_cuda:
+            for item in self.items:
+                item.found_inf = (~finite).float()  # type: ignore[attr-defined]
+                item.step()
+        elif bool(finite):
+            for item in self.items:
+                item.step()
+
+
+def build_optimizers(module: nn.Module, config: OptimConfig) -> Optimizers:
+    """Builds the optimizer that the run file names over the parameters that train.
+
+    Raises:
+        UserError: nothing trains, or the library that the optimizer needs is not installed.
+    """
+    decay, plain = decay_groups(module)
+    named = dict(module.named_parameters())
+    if not decay and not plain:
+        raise UserError("model: no parameter trains; check model.lora.targets")
+    groups = [
+        {"params": [named[name] for name in names], "weight_decay": weight_decay}
+        for names, weight_decay in ((decay, config.weight_decay), (plain, 0.0))
+        if names
+    ]
+    return _BUILDERS[config.name](module, groups, config)
+
+
+def _adamw(module: nn.Module, groups: list[dict[str, Any]], config: OptimConfig) -> Optimizers:
+    return Optimizers([_fused_adamw(groups, config)], skips_on_device=True)
+
+
+def _fused_adamw(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _muon(module: nn.Module, groups: list[dict[str, Any]], config: OptimConfig) -> Optimizers:
+    """Muon (Jordan, 2024; torch.optim.Muon) on the hidden layers' matrices, AdamW on embeddings, head and vectors."""
+    named = dict(module.named_parameters())
+    roles = parameter_roles(module)
+    matrices = [named[name] for name, role in roles.items() if role == "matrix" and named[name].ndim == 2]
+    if not matrices:
+        raise UserError("optim.name: muon needs weight matrices that train; this model has none, use adamw")
+    if any(isinstance(p, DTensor) for p in matrices):
+        raise UserError("optim.name: muon needs whole matrices; set parallel.fsdp=1 or use adamw")
+    chosen = {id(p) for p in matrices}
+    rest = [{**group, "params": [p for p in group["params"] if id(p) not in chosen]} for group in groups]
+    muon = torch.optim.Muon(
+        matrices,
+        lr=config.muon_lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    rest = [group for group in rest if group["params"]]
+    return Optimizers([muon, *([_fused_adamw(rest, config)] if rest else [])], skips_on_device=False)
+
+
+def _adamw8bit(module: nn.Module, groups: list[dict[str, Any]], config: OptimConfig) -> Optimizers:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise UserError("optim.name: adamw8bit needs torchao; `pip install headway[gpu]` or use adamw") from error
+    return Optimizers([AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)], skips_on_device=False)
+
+
+_BUILDERS: dict[str, Callable[[nn.Module, list[dict[str, Any]], OptimConfig], Optimizers]] = {
+    "adamw": _adamw,
+    "muon": _muon,
+    "adamw8bit": _adamw8bit,
+}
+
+
+def clip_gradients(module: nn.Module, clip_norm: float | None) -> tuple[Tensor, Tensor]:
+    """Global gradient norm before clipping (float32 scalar, equal on all ranks) and whether it is finite.
+
+    Gradients are scaled by clip_norm / norm where the norm is larger. A non-finite gradient anywhere makes the norm
+    non-finite, so this one scalar is the finite check. Sharded and whole parameters may be mixed (FSDP with LoRA):
+    each kind has its own norm, and they are combined.
+    """
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    sharded = [grad for grad in grads if isinstance(grad, DTensor)]
+    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
+    norms = [_whole(torch.nn.utils.get_total_norm(some)).float() for some in (sharded, whole) if some]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    if clip_norm is not None:
+        factor = torch.clamp(clip_norm / (total + 1e-6), max=1.0)
+        torch._foreach_mul_([_local(grad) for grad in grads], factor)
+    return total, torch.isfinite(total)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value

@@ -1,0 +1,195 @@
+"""Turns finished steps into lines for the observers and the rank's own file, one step late so that nobody waits."""
+
+from __future__ import annotations
+
+import math
+import resource
+import socket
+import sys
+import time
+import uuid
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from headway.account.account import Account
+from headway.account.errors import UserError
+from headway.account.events import Flops, Incident, Line, Observer, RankLine, StepLine
+from headway.account.run_clock import RunClock
+from headway.account.totals import Totals
+from headway.data.global_batch import Position
+from headway.record.jsonl import JsonlWriter
+from headway.train.clock import StepClock
+from headway.train.scalars import Scalars
+
+# Ten let a stray bad batch pass, but not a broken run.
+MAX_SKIPPED = 10
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known about a step when the host has launched it. scalars is None where nothing was learned."""
+
+    step: int
+    position: Position
+    next: Position
+    lr: float
+    sequences: int
+    slots: int
+    tokens: int
+    trained_tokens: int
+    local_tokens: int
+    local_trained_tokens: int
+    documents: int
+    micro_batches: int
+    flops: Flops
+    scalars: Scalars | None
+
+
+@dataclass
+class Reporter:
+    """Closes the books on each step: totals, the run's clock, the observers (rank 0) and the rank's file."""
+
+    session: int
+    rank: int
+    clock: StepClock
+    run_clock: RunClock
+    totals: Totals
+    session_totals: Totals
+    observers: Sequence[Observer]
+    rank_file: JsonlWriter
+    incidents: Path
+    peak_flops: float | None
+    compiled: bool = False
+    skipped_in_a_row: int = 0
+    cost_ns: int = 0
+    _pending: deque[StepFacts] = field(default_factory=deque)
+    _graphs: int = 0
+
+    def launched(self, facts: StepFacts) -> None:
+        self._pending.append(facts)
+
+    def tell_finished(self, in_flight: int = 0) -> None:
+        """Tells all steps but the `in_flight` newest, waiting for the device where it has not finished one.
+
+        Every rank tells the same steps at the same point of the loop, so that all stop together where one must.
+        """
+        while len(self._pending) > in_flight:
+            facts = self._pending[0]
+            closed = self.clock.take()
+            started = time.perf_counter_ns()
+            self._pending.popleft()
+            self.run_clock.step(closed.host_wall_ns, closed.account.total("checkpoint"))
+            line = self._line(facts, closed.account)
+            self.totals.add(line, facts.documents)
+            self.session_totals.add(line, facts.documents)
+            self._tell_rank(facts, closed.account)
+            self.cost_ns += time.perf_counter_ns() - started
+            self.tell(line)
+            self._judge(line)
+
+    def tell(self, line: Line) -> None:
+        for observer in self.observers:
+            observer.tell(line)
+
+    def incident(self, fault: str, step: int, evidence: str, action: str) -> None:
+        """Adds a line to the ledger (rank 0) and says it aloud."""
+        if self.rank != 0:
+            return
+        line = Incident(
+            id=uuid.uuid4().hex[:12],
+            fault=fault,
+            step=step,
+            time=time.time(),
+            monotonic_ns=time.monotonic_ns(),
+            host=socket.gethostname(),
+            rank=self.rank,
+            evidence=evidence,
+            action=action,
+        )
+        ledger = JsonlWriter(self.incidents)
+        ledger.append(line)
+        ledger.close()
+        print(f"headway: step {step}: {fault}: {evidence}; {action}", file=sys.stderr, flush=True)
+
+    def _line(self, facts: StepFacts, account: Account) -> StepLine:
+        loss, nll, norm, finite = facts.scalars.values() if facts.scalars is not None else (None, None, None, None)
+        skipped = "no trained token" if facts.scalars is None else None if finite else "not finite"
+        seconds = account.wall_ns / 1e9
+        computed = facts.flops.useful + facts.flops.recompute
+        return StepLine(
+            session=self.session,
+            step=facts.step,
+            time=time.time(),
+            epoch=facts.position.epoch,
+            documents=facts.next.documents if facts.next.epoch == facts.position.epoch else facts.documents,
+            loss=_finite(loss),
+            nll=_finite(nll),
+            grad_norm=_finite(norm),
+            lr=facts.lr,
+            skipped=skipped,
+            sequences=facts.sequences,
+            slots=facts.slots,
+            tokens=facts.tokens,
+            trained_tokens=facts.trained_tokens,
+            wall_ns=account.wall_ns,
+            account=dict(account.parts),
+            flops=facts.flops,
+            mfu=facts.flops.useful / seconds / self.peak_flops if self.peak_flops and seconds else None,
+            hfu=computed / seconds / self.peak_flops if self.peak_flops and seconds else None,
+            run_ns=dict(self.run_clock.account().parts),
+            memory_bytes=memory_bytes(),
+            micro_batches=facts.micro_batches,
+            recompiles=self._recompiles(),
+        )
+
+    def _tell_rank(self, facts: StepFacts, account: Account) -> None:
+        self.rank_file.append(
+            RankLine(
+                session=self.session,
+                step=facts.step,
+                rank=self.rank,
+                wall_ns=account.wall_ns,
+                account=dict(account.parts),
+                tokens=facts.local_tokens,
+                trained_tokens=facts.local_trained_tokens,
+                memory_bytes=memory_bytes(),
+                host=socket.gethostname(),
+            )
+        )
+
+    def _recompiles(self) -> int:
+        if not self.compiled:
+            return 0
+        before, self._graphs = self._graphs, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        return self._graphs - before
+
+    def _judge(self, line: StepLine) -> None:
+        """Stops a run that no longer learns; its checkpoints stay as they are."""
+        if line.nll == 0.0:
+            raise UserError(
+                f"step {line.step}: the loss is exactly 0 over {line.trained_tokens} trained tokens: the model sees "
+                "its answers (documents leak, or labels are the inputs); stopped"
+            )
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if line.skipped else 0
+        if self.skipped_in_a_row > MAX_SKIPPED:
+            raise UserError(
+                f"step {line.step}: {self.skipped_in_a_row} steps in a row could not update the weights "
+                f"({line.skipped}); lower optim.lr or look at the data, then resume from the newest checkpoint"
+            )
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON has no NaN; a step whose figures are not finite says so in `skipped`."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def memory_bytes() -> int:
+    """Peak memory so far: of the CUDA device (allocated), else the process's resident set."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

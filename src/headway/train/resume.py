@@ -1,0 +1,116 @@
+"""Where a run goes on: the run's identity, its newest verified checkpoint, and the state put back bit for bit."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.account.errors import Refused, UserError
+from headway.account.totals import Totals
+from headway.config.diff import identity as config_identity
+from headway.config.run import RunConfig
+from headway.data.global_batch import Position
+from headway.data.stream import Stream
+from headway.guard.checkpoint import CheckpointRef, CheckpointStore
+from headway.guard.fingerprint import refuse_changed
+from headway.guard.process_group import control
+from headway.guard.rng import set_rng_state
+from headway.guard.training_state import restore
+from headway.parallel.wrap import Replicas
+from headway.record.files import read_json, write_json
+from headway.record.folder import RunFolder
+from headway.record.sessions import read_history
+from headway.train.optim import Optimizers
+
+# Where files lie is not what they hold: the stream's fingerprint has the content, the checkpoint has the weights.
+_PLACES = ("model.path", "model.tokenizer", "data.sources", "data.chat_template")
+
+
+START = Position()
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a checkpoint gives back besides tensors. step 0 and an empty position for a new run."""
+
+    step: int = 0
+    position: Position = START
+    totals: Totals | None = None
+    notes: tuple[str, ...] = ()
+
+
+def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any]) -> dict[str, Any]:
+    """What makes this training the one it is: settings, data content, architecture. A resume must agree with it."""
+    settings = {key: value for key, value in config_identity(config).items() if not key.startswith(_PLACES)}
+    drift = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation")
+    as_json = json.loads(json.dumps(model_config, default=str))
+    architecture = {key: value for key, value in as_json.items() if key not in drift}
+    return {**settings, **stream.fingerprint_parts(), "architecture": architecture}
+
+
+def run_id(folder: RunFolder) -> str:
+    """The run's own name, made once and kept in the run folder; the same on every rank."""
+    return control().on_main(lambda: _run_id(folder), UserError, (OSError, UserError))
+
+
+def _run_id(folder: RunFolder) -> str:
+    path = folder.root / "run_id.json"
+    if path.is_file():
+        return read_json(path)["run_id"]
+    made = uuid.uuid4().hex
+    write_json(path, {"run_id": made})
+    return made
+
+
+def next_session(folder: RunFolder) -> int:
+    """Sessions are counted from 0 over the run folder's whole life."""
+    return control().on_main(lambda: len(read_history(folder).sessions), UserError, (OSError, UserError))
+
+
+def find_checkpoint(config: RunConfig, store: CheckpointStore) -> CheckpointRef | None:
+    """The checkpoint that `checkpoint.resume` means; None starts anew.
+
+    Raises:
+        Refused: `never` is set and the folder has one, or there are checkpoints and none of them holds.
+        UserError: the named path is not a checkpoint of this run.
+    """
+    wanted = config.checkpoint.resume
+    if wanted not in ("auto", "never"):
+        named = [info.ref for info in store.list() if info.ref.path.resolve() == Path(wanted).resolve()]
+        if not named:
+            raise UserError(f"checkpoint.resume: {wanted} is not a checkpoint in {store.root}")
+        return named[0]
+    newest = store.newest_verified()
+    if newest is not None and wanted == "never":
+        raise Refused(f"checkpoint.resume is never, but {store.root} holds {newest.name}; give the run another name")
+    return newest
+
+
+def resume(
+    config: RunConfig,
+    store: CheckpointStore,
+    ref: CheckpointRef | None,
+    replicas: Replicas,
+    optimizers: Optimizers,
+    identity: dict[str, Any],
+) -> Resumed:
+    """Restores everything from `ref`, in place. Refuses another run's identity with the difference. Collective."""
+    if ref is None:
+        return Resumed()
+    meta = store.read_meta(ref)
+    allowed = refuse_changed(meta["identity"], identity, allow=set(config.checkpoint.allow))
+    lora = config.model.lora is not None
+    loaded = restore(store, ref, replicas.module, optimizers.items, trainable_only=lora)
+    if loaded.rank_state is not None:
+        set_rng_state(loaded.rank_state["rng"])
+    notes = [f"newer checkpoint not used: {reason}" for reason in ref.rejected]
+    notes += [f"allowed to differ: {line}" for line in allowed]
+    return Resumed(
+        step=meta["step"],
+        position=Position.from_dict(meta["position"]),
+        totals=Totals.from_dict(meta["totals"]),
+        notes=(*notes, *loaded.notes),
+    )

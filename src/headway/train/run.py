@@ -1,0 +1,234 @@
+"""A run in progress: what the loop's words mean. Assembled by `train.build`; told to observers through the reporter."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.account.errors import UserError
+from headway.account.events import CheckpointLine, EvalLine, SessionEnd, SessionStart
+from headway.account.run_clock import RunClock
+from headway.config.run import RunConfig
+from headway.data.feed import Fed, Feeder
+from headway.data.global_batch import Position
+from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
+from headway.guard.process_group import is_main
+from headway.guard.rng import rng_state
+from headway.guard.signals import StopRequest, agree_to_stop
+from headway.guard.training_state import capture
+from headway.train.clock import StepClock
+from headway.train.evaluate import Evaluator
+from headway.train.flop_counter import FlopCounter
+from headway.train.reporter import Reporter, StepFacts
+from headway.train.scalars import Scalars
+from headway.train.schedule import Schedule
+from headway.train.step import Learner
+
+# Python's collector runs at fixed steps, the same on every rank: a rank that collects alone makes all others wait.
+_COLLECT_EVERY = 50
+
+
+@dataclass
+class Run:
+    """Everything one rank needs to train, and the rules of when. All ranks call the same methods in the same order.
+
+    step counts the steps made (skipped ones included); position is where the data goes on.
+    """
+
+    config: RunConfig
+    session_start: SessionStart
+    total_steps: int
+    learner: Learner
+    schedule: Schedule
+    feeder: Feeder
+    counter: FlopCounter
+    reporter: Reporter
+    run_clock: RunClock
+    store: CheckpointStore
+    stop: StopRequest
+    identity: dict[str, Any]
+    export: Callable[[], None]
+    evaluator: Evaluator | None = None
+    step: int = 0
+    position: Position = field(default_factory=Position)
+    _batches: Iterator[Fed] = field(init=False)
+    _saved_step: int = -1
+
+    @property
+    def clock(self) -> StepClock:
+        return self.learner.clock
+
+    def start(self) -> None:
+        self._batches = iter(self.feeder)
+        self._saved_step = self.step
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self.reporter.tell(self.session_start)
+
+    def has_steps_left(self) -> bool:
+        return self.step < self.total_steps
+
+    def tell_finished_steps(self) -> None:
+        # The device works on the newest step while the host tells of the one before it.
+        in_flight = 1 if self.learner.replicas.device_type == "cuda" else 0
+        with self.clock.phase("host.logging"):
+            self.reporter.tell_finished(in_flight)
+
+    def next_batch(self) -> Fed:
+        with self.clock.phase("data"):
+            return next(self._batches)
+
+    def learn(self, fed: Fed) -> None:
+        """Makes one step. A global batch without a trained token updates nothing and is counted as skipped."""
+        lr = self.learner.optimizers.set_lr(self.schedule.factor(self.step))
+        scalars = None
+        if fed.batch.trained_tokens:
+            scalars = Scalars(self.learner.update(fed.micro_batches, fed.batch.trained_tokens))
+        counted = self.counter.count(fed.batch)
+        self.step += 1
+        self.position = fed.batch.next
+        self.reporter.launched(
+            StepFacts(
+                step=self.step,
+                position=fed.batch.position,
+                next=fed.batch.next,
+                lr=lr,
+                sequences=sum(micro.rows for micro in fed.batch.micro),
+                slots=counted.slots,
+                tokens=fed.batch.tokens,
+                trained_tokens=fed.batch.trained_tokens,
+                local_tokens=sum(batch.tokens for batch in fed.micro_batches),
+                local_trained_tokens=sum(batch.trained_tokens for batch in fed.micro_batches),
+                documents=len(fed.batch.documents),
+                micro_batches=len(fed.micro_batches),
+                flops=counted.flops,
+                scalars=scalars,
+            )
+        )
+
+    def collect_garbage(self) -> None:
+        if self.step % _COLLECT_EVERY == 0:
+            with self.clock.phase("host.gc"):
+                gc.collect(1)
+
+    def agree_to_stop(self) -> bool:
+        with self.clock.phase("host.sync"):
+            return agree_to_stop(self.stop) != 0
+
+    def evaluation_is_due(self) -> bool:
+        every = self.config.eval.every
+        return self.evaluator is not None and every is not None and self.step % every == 0
+
+    def evaluate(self) -> None:
+        """Evaluates and tells the result; the time is the run's, not the step's."""
+        if self.evaluator is None:
+            return
+        self._end_step()
+        with self.run_clock.phase("evaluation"):
+            found = self.evaluator.run(self.learner.replicas)
+        self.reporter.tell(
+            EvalLine(
+                session=self.reporter.session,
+                step=self.step,
+                time=time.time(),
+                nll=found.nll,
+                tokens=found.tokens,
+                documents=found.documents,
+                seconds=found.seconds,
+            )
+        )
+
+    def save_is_due(self) -> bool:
+        every = self.config.checkpoint.every
+        return every is not None and self.step % every == 0
+
+    def save(self, must: bool = False) -> None:
+        """Saves the whole training state behind the last step, unless it is saved already.
+
+        A save that fails is an incident, and training goes on with the checkpoint before; with `must` (nothing would
+        come after it) it is an error.
+        """
+        self._end_step()
+        if self._saved_step == self.step:
+            return
+        started = time.perf_counter()
+        with self.run_clock.phase("checkpoint_stall"):
+            try:
+                saved = self.store.save(self.step, self._state(), self._meta(), {"rng": rng_state()})
+            except CheckpointFailed as failure:
+                if must:
+                    raise UserError(f"step {self.step} could not be saved: {failure}") from failure
+                self.reporter.incident("checkpoint failed", self.step, str(failure), "went on without it")
+                return
+            if is_main():
+                self.store.prune(self.config.checkpoint.keep)
+        self._saved_step = self.step
+        self.reporter.tell(
+            CheckpointLine(
+                session=self.reporter.session,
+                step=self.step,
+                time=time.time(),
+                path=str(saved.path),
+                bytes=sum(file.stat().st_size for file in saved.path.iterdir()),
+                seconds=time.perf_counter() - started,
+            )
+        )
+
+    def _state(self) -> Any:
+        lora = self.config.model.lora is not None
+        return capture(self.learner.replicas.module, self.learner.optimizers.items, trainable_only=lora)
+
+    def _meta(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "position": self.position.to_dict(),
+            "totals": self.reporter.totals.to_dict(),
+            "session": self.reporter.session,
+            "identity": self.identity,
+        }
+
+    def finish(self) -> None:
+        """After the last step: evaluation, checkpoint, and the model as Hugging Face tools load it."""
+        self._end_step()
+        self.evaluate()
+        if self.config.checkpoint.at_end:
+            self.save(must=True)
+        with self.run_clock.phase("checkpoint_stall"):
+            self.export()
+
+    def _end_step(self) -> None:
+        self.clock.end_step()
+        self.reporter.tell_finished()
+
+    def close(self, reason: str) -> None:
+        """Tells the end, also of a failure, and lets everything go."""
+        self.clock.end_step()
+        self.feeder.close()
+        if reason != "failed":
+            self.reporter.tell_finished()
+        account = self.run_clock.account()
+        self.reporter.tell(
+            SessionEnd(
+                session=self.reporter.session,
+                time=time.time(),
+                step=self.step,
+                reason=reason,
+                wall_ns=account.wall_ns,
+                run_ns=dict(account.parts),
+                account_cost_ns=self._account_cost_ns(),
+            )
+        )
+        for observer in self.reporter.observers:
+            observer.close()
+        self.reporter.rank_file.close()
+        self.stop.close()
+        gc.unfreeze()
+        gc.enable()
+
+    def _account_cost_ns(self) -> int:
+        """What keeping the account cost: its marks in the stream, and closing and encoding its lines."""
+        return self.reporter.cost_ns + round(self.clock.marks * self.clock.mark_cost_ns())

@@ -1,0 +1,102 @@
+"""Training on a CUDA device: the clock, the skipped step, a whole run that is stopped and goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headway.account.tree import UNACCOUNTED
+from headway.train.clock import StepClock
+from headway.train.optim import Optimizers, clip_gradients
+from tiny import config, run_file
+from train.running import history, losses, run
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_the_clock_charges_the_host_only_with_what_the_device_waited_for() -> None:
+    clock = StepClock("cuda")
+    torch.cuda._sleep(1)
+    torch.cuda.synchronize()
+    clock.begin_step()
+    with clock.phase("compute.forward"):
+        torch.cuda._sleep(200_000_000)  # about 100 ms of device time, launched at once
+    with clock.phase("data"):
+        pass  # hidden: the device is still busy
+    clock.end_step()
+    hidden = clock.take()
+    assert hidden.account.total("compute.forward") > 50e6 > hidden.account.total("data")
+    assert sum(hidden.account.parts.values()) == hidden.account.wall_ns
+    torch.cuda.synchronize()
+    clock.begin_step()
+    with clock.phase("data"):
+        import time
+
+        time.sleep(0.05)  # the device is idle: this one costs
+    with clock.phase("compute.forward"):
+        torch.cuda._sleep(1)
+    clock.end_step()
+    exposed = clock.take()
+    assert exposed.account.total("data") > 40e6
+    assert exposed.account.total(UNACCOUNTED) < exposed.account.wall_ns
+
+
+def test_a_step_that_is_not_finite_changes_nothing_without_a_host_sync() -> None:
+    layer = torch.nn.Linear(8, 8, device="cuda")
+    optimizers = Optimizers([torch.optim.AdamW(layer.parameters(), lr=0.1, fused=True)], skips_on_device=True)
+
+    def make_step(poison: bool) -> None:
+        optimizers.zero_grad()
+        layer(torch.ones(2, 8, device="cuda")).sum().backward()
+        if poison:
+            layer.weight.grad[0, 0] = float("nan")  # type: ignore[index]
+        optimizers.step(clip_gradients(layer, 1.0)[1])
+
+    make_step(poison=False)
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    state = {p: {k: v.clone() for k, v in s.items()} for p, s in optimizers.items[0].state.items()}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        make_step(poison=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(before[key], value) for key, value in layer.state_dict().items())
+    for parameter, values in state.items():
+        assert all(torch.equal(optimizers.items[0].state[parameter][key], value) for key, value in values.items())
+    make_step(poison=False)
+    assert not torch.equal(before["weight"], layer.weight)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_file(
+        tmp_path_factory.mktemp("gpu"),
+        device="cuda",
+        model={"config": config(hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64)},
+        train={"steps": 10, "global_batch_sequences": 4, "precision": "bfloat16"},
+        checkpoint={"every": 4},
+        deterministic=False,
+    )
+
+
+def test_a_whole_run_closes_its_account_and_resumes_bitwise(path: Path) -> None:
+    run(path, "name=whole")
+    run(path, "name=half", "train.steps=10", "checkpoint.keep=9")
+    for folder in sorted((path.parent / "runs" / "half" / "checkpoints").glob("step-*")):
+        if not folder.name.startswith("step-00000004"):
+            folder.rename(folder.with_name(f"moved-{folder.name}"))
+    run(path, "name=half")
+    assert history(path, "half").sessions[-1].start.resumed_from == 4
+    assert losses(path, "half") == losses(path, "whole")
+    for line in history(path, "whole").kept:
+        assert sum(line.account.values()) == line.wall_ns
+        assert line.account["compute.forward"] > 0 and line.account["compute.backward"] > 0
+
+
+def test_bfloat16_follows_float32(path: Path) -> None:
+    run(path, "name=wide", "train.precision=float32", "model.attention=sdpa")
+    run(path, "name=narrow")
+    pairs = zip(history(path, "wide").kept, history(path, "narrow").kept, strict=True)
+    assert all(a.nll == pytest.approx(b.nll, rel=0.02) and a.trained_tokens == b.trained_tokens for a, b in pairs)

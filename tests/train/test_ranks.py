@@ -1,0 +1,65 @@
+"""The loss and the gradient norm do not depend on how many ranks share the work, or how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny import make_chats, run_file
+
+from train.running import history, run
+
+
+def curve(path: Path, name: str) -> list[tuple[float, float, int, int]]:
+    return [
+        (line.loss or 0.0, line.grad_norm or 0.0, line.tokens, line.trained_tokens) for line in history(path, name).kept
+    ]
+
+
+def agree(one: list[tuple[float, float, int, int]], other: list[tuple[float, float, int, int]]) -> None:
+    assert len(one) == len(other) > 0
+    for left, right in zip(one, other, strict=True):
+        assert left[0] == pytest.approx(right[0], rel=1e-5) and left[1] == pytest.approx(right[1], rel=1e-4)
+        assert left[2:] == right[2:]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_file(tmp_path_factory.mktemp("ranks"), train={"steps": 5, "global_batch_sequences": 4})
+
+
+@pytest.fixture(scope="module")
+def single(path: Path) -> list[tuple[float, float, int, int]]:
+    run(path, "name=single")
+    return curve(path, "single")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("fsdp2", ["parallel.ranks=2", "parallel.fsdp=2"]),
+        ("ddp2", ["parallel.ranks=2", "parallel.replicate=2", "parallel.fsdp=1"]),
+        ("hsdp4", ["parallel.ranks=4", "parallel.replicate=2", "parallel.fsdp=2"]),
+    ],
+)
+def test_ranks_give_the_single_process_curve(
+    path: Path, single: list[tuple[float, float, int, int]], name: str, overrides: list[str]
+) -> None:
+    run(path, f"name={name}", *overrides)
+    agree(single, curve(path, name))
+
+
+def test_a_planted_mean_over_ranks_would_be_caught(single: list[tuple[float, float, int, int]]) -> None:
+    halved = [(loss / 2, norm, tokens, trained) for loss, norm, tokens, trained in single]
+    with pytest.raises(AssertionError):
+        agree(single, halved)
+
+
+def test_three_ranks_and_ten_documents_hang_nothing(tmp_path: Path) -> None:
+    path = run_file(tmp_path, train={"steps": None, "epochs": 2, "global_batch_sequences": 4})
+    make_chats(tmp_path / "chats.jsonl", count=10, longest=8)
+    run(path, "parallel.ranks=3", "parallel.fsdp=3", "name=three")
+    run(path, "name=one")
+    agree(curve(path, "one"), curve(path, "three"))
+    ranks = sorted((tmp_path / "runs" / "three" / "ranks").iterdir())
+    assert len(ranks) == 3 and len({len(rank.read_text().splitlines()) for rank in ranks}) == 1

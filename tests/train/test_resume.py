@@ -1,0 +1,118 @@
+"""A run that was stopped goes on bit for bit, as often as it is stopped, in whatever way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny import make_chats, run_file
+
+from train.running import command, environment, history, losses, run
+
+STEPS = 14  # two and a half epochs of the tiny data
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_file(
+        tmp_path_factory.mktemp("resume"),
+        train={"steps": STEPS, "global_batch_sequences": 6},
+        checkpoint={"every": 4},
+        model={"config": {**_with_dropout()}},
+    )
+
+
+def _with_dropout() -> dict[str, object]:
+    import tiny
+
+    # Dropout makes the random state matter: a resume that lost it would show at once.
+    return tiny.config(attention_dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def whole(path: Path) -> list[str]:
+    run(path, "name=whole")
+    found = losses(path, "whole")
+    assert len(found) == STEPS and history(path, "whole").kept[-1].epoch >= 1, "the run must reach the second epoch"
+    return found
+
+
+def kill_after(path: Path, name: str, step: int, number: int, *overrides: str) -> int:
+    """Starts a run and sends a signal once metrics show `step`; returns the exit code."""
+    process = subprocess.Popen(
+        command(path, f"name={name}", *overrides),
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 200
+    while process.poll() is None and time.monotonic() < deadline:
+        kept = history(path, name).kept
+        if kept and kept[-1].step >= step:
+            process.send_signal(number) if number != signal.SIGKILL else os.killpg(process.pid, number)
+            break
+        time.sleep(0.02)
+    process.communicate(timeout=200)
+    return process.returncode
+
+
+def test_kill_minus_nine_three_times(path: Path, whole: list[str]) -> None:
+    for step in (5, 9, 12):
+        kill_after(path, "killed", step, signal.SIGKILL)
+    run(path, "name=killed")
+    assert losses(path, "killed") == whole
+    assert same_weights(path, "killed", "whole")
+    told = history(path, "killed")
+    assert len(told.sessions) >= 3 and [line.step for line in told.kept] == list(range(1, STEPS + 1))
+
+
+def test_sigterm_saves_and_says_how_to_go_on(path: Path, whole: list[str]) -> None:
+    code = kill_after(path, "preempted", 2, signal.SIGTERM)
+    assert code == 75
+    stopped = history(path, "preempted")
+    assert stopped.sessions[-1].end is not None and stopped.sessions[-1].end.reason == "preempted"
+    assert stopped.checkpoints[-1].step == stopped.kept[-1].step, "nothing may be lost to a polite stop"
+    run(path, "name=preempted")
+    assert losses(path, "preempted") == whole and not history(path, "preempted").lost
+
+
+def same_weights(path: Path, left: str, right: str) -> bool:
+    one, other = (load_file(path.parent / "runs" / name / "model" / "model.safetensors") for name in (left, right))
+    return one.keys() == other.keys() and all(bool((one[key] == other[key]).all()) for key in one)
+
+
+def test_a_planted_lost_random_state_shows(path: Path, whole: list[str]) -> None:
+    run(path, "name=reseeded", "seed=1")
+    assert losses(path, "reseeded")[:3] != whole[:3]
+
+
+def test_two_ranks_resume_bitwise_and_one_goes_on_from_two(path: Path) -> None:
+    two = ("parallel.ranks=2", "parallel.fsdp=2")
+    run(path, "name=two", *two)
+    assert kill_after(path, "two-stopped", 5, signal.SIGTERM, *two) == 75
+    run(path, "name=two-stopped", *two)
+    assert losses(path, "two-stopped") == losses(path, "two")
+    # Another number of ranks: the same documents in the same global order.
+    assert kill_after(path, "fewer", 5, signal.SIGTERM, *two) == 75
+    run(path, "name=fewer")
+    pairs = zip(history(path, "fewer").kept, history(path, "two").kept, strict=True)
+    assert all((a.documents, a.epoch, a.tokens) == (b.documents, b.epoch, b.tokens) for a, b in pairs)
+
+
+def test_other_data_or_length_is_refused_with_the_difference(tmp_path: Path) -> None:
+    path = run_file(tmp_path, train={"steps": 3})
+    run(path)
+    refused = run(path, "data.seq_len=100", expect=2)
+    assert "data.seq_len: 128 → 100" in refused.stderr and "Traceback" not in refused.stderr
+    make_chats(tmp_path / "chats.jsonl", count=61, seed=1)
+    refused = run(path, expect=2)
+    assert "content of data source 0" in refused.stderr
+    before = len(history(path).sessions)
+    run(path, "checkpoint.allow=[content of data source 0, documents of data source 0, data]", expect=0)
+    assert any("allowed to differ" in note for note in history(path).sessions[before].start.facts.get("notes", []))
