@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.train.schedule import Schedule, steps_of
+from headway.train.schedule import Schedule
 
 
 @given(
@@ -44,7 +44,3 @@ def test_known_points() -> None:
 def test_no_step_of_the_run_is_wasted_at_zero() -> None:
     for kind in ("linear", "cosine", "wsd"):
         assert Schedule(kind, total=10, warmup=2, decay=5).factor(9) > 0
-
-
-def test_counts_and_shares() -> None:
-    assert steps_of(7, 100) == 7 and steps_of(0.03, 100) == 3 and steps_of(0.0, 100) == 0

@@ -41,8 +41,7 @@ def segments(batch: GlobalBatch, world: int) -> npt.NDArray[np.int64]:
     lengths = batch.builder.view.pieces.length
     parts = [_segments_of(micro, lengths) for micro in batch.micro]
     missing = -len(batch.micro) % world
-    last = batch.micro[-1]
-    rows, width = (last.rows, last.width) if last.fixed else (1, 1)
+    rows, width = batch.micro[-1].filler
     parts.append(np.full(missing * rows, width, np.int64))
     return np.concatenate(parts)
 

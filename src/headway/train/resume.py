@@ -48,7 +48,8 @@ def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any]
     drift = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation")
     as_json = json.loads(json.dumps(model_config, default=str))
     architecture = {key: value for key, value in as_json.items() if key not in drift}
-    return {**settings, **stream.fingerprint_parts(), "architecture": architecture}
+    step = {"sequences per step": stream.options.sequences_per_step}
+    return {**settings, **stream.fingerprint_parts(), **step, "architecture": architecture}
 
 
 def run_id(folder: RunFolder) -> str:

@@ -33,8 +33,3 @@ class Schedule:
         progress = min(1.0, (step - begin) / max(1, self.total - begin))
         shape = 0.5 * (1 + math.cos(math.pi * progress)) if self.kind == "cosine" else 1 - progress
         return self.min_ratio + (1 - self.min_ratio) * shape
-
-
-def steps_of(value: int | float, total: int) -> int:
-    """A number of steps given as a count (int) or as a share of the run (float below 1)."""
-    return round(value * total) if isinstance(value, float) and value < 1 else int(value)

@@ -1,0 +1,39 @@
+"""The run file's `checkpoint` section."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from headway.config.base import Section, marks
+
+
+class CheckpointConfig(Section):
+    """When the training state is saved, and what a start continues from."""
+
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps between checkpoints; null saves only at the end and when the run is stopped.",
+    )
+    keep: int = Field(
+        default=2,
+        ge=1,
+        description="Newest checkpoints that are kept; 2 so that one remains should the newest be damaged.",
+    )
+    at_end: bool = Field(
+        default=True,
+        description="Save a checkpoint after the last step.",
+    )
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description="What to continue from: `auto` takes the newest verified checkpoint in the run folder "
+        "(or starts anew), `never` refuses a run folder that has one, a path names one.",
+        json_schema_extra=marks(path="checkpoint", allowed="auto, never, or a checkpoint's folder"),
+    )
+    allow: list[str] = Field(
+        default_factory=list,
+        description="Keys that may differ from the checkpoint's run without the resume being refused, e.g. "
+        "[train.steps].",
+        json_schema_extra=marks(allowed="a list of keys or sections"),
+    )

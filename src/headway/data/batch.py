@@ -1,0 +1,179 @@
+"""One micro-batch: documents of a pack, or rows of a rectangle, as the tensors a model is given.
+
+`Batch.cu_seqlens` is the one table of documents. Positions and attention come from it, never from ids, so a padding id
+that is also a real token (pad = eos) can neither hide a label nor join two documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.account.errors import UserError
+from headway.data.view import View
+
+IGNORE = -100  # the label of a slot that predicts nothing (torch's own default)
+PADDING_DOC = -1
+PAD_ID = 0  # any id that every model has; nothing looks at it
+
+MAX_SLOTS = 2**31 - 1  # cu_seqlens are int32
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """R rows of S slots; R == 1 when ``packed``.
+
+    ``input_ids`` int64 [R, S]. ``labels`` int64 [R, S], already shifted: the token that a slot must predict, IGNORE
+    where there is none (a document's last token, context, padding). ``position_ids`` int64 [R, S], from 0 in every
+    document. ``cu_seqlens`` int32 [D + 1]: document ``d`` has slots ``cu_seqlens[d] : cu_seqlens[d + 1]`` of the R * S
+    in row-major order; padding and documents set aside are documents of their own, and no document crosses a row.
+    ``max_seqlen``: slots of the longest one. ``documents`` int64 [D]: raw document ids, PADDING_DOC for padding.
+    ``lengths`` int64: of the real documents only. ``tokens``: real ones. ``trained_tokens``: labels that count.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    packed: bool
+    documents: np.ndarray
+    lengths: np.ndarray
+    tokens: int
+    trained_tokens: int
+
+    @property
+    def slots(self) -> int:
+        """Slots computed: R * S."""
+        return self.input_ids.numel()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch with its tensors on ``device``."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory, from which a non-blocking copy to a GPU really does not block."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        return replace(
+            self,
+            input_ids=function(self.input_ids),
+            labels=function(self.labels),
+            position_ids=function(self.position_ids),
+            cu_seqlens=function(self.cu_seqlens),
+        )
+
+
+class BatchBuilder:
+    """Builds batches of rows of ``view.pieces``. ``masked`` (bool, one a piece) turns pieces into padding in place."""
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self._smallest_vocabulary = min(store.vocab_size for store in view.stores)
+
+    def packed(self, pieces: np.ndarray, masked: np.ndarray, slots: int) -> Batch:
+        """One pack: the pieces one after the other, then padding up to ``slots``."""
+        ends = np.cumsum(self.view.pieces.length[pieces])
+        if ends[-1] > slots:
+            raise ValueError(f"a pack of {ends[-1]} tokens does not fit {slots} slots")
+        return self._build(pieces, masked, ends - self.view.pieces.length[pieces], 1, slots, packed=True)
+
+    def rectangular(self, pieces: np.ndarray, masked: np.ndarray, rows: int, width: int) -> Batch:
+        """``rows`` rows of ``width`` slots: one piece each, rows without a piece are padding."""
+        starts = np.arange(len(pieces), dtype=np.int64) * width
+        return self._build(pieces, masked, starts, rows, width, packed=False)
+
+    def padding(self, rows: int, width: int, *, packed: bool) -> Batch:
+        """A batch that teaches nothing, for a rank that has no micro-batch when the others do."""
+        nothing = np.zeros(0, dtype=np.int64)
+        return self._build(nothing, nothing.astype(bool), nothing, rows, width, packed=packed)
+
+    def _build(
+        self, pieces: np.ndarray, masked: np.ndarray, starts: np.ndarray, rows: int, width: int, *, packed: bool
+    ) -> Batch:
+        slots = rows * width
+        if slots > MAX_SLOTS:
+            raise UserError(
+                f"a batch of {rows} x {width} slots is too large for int32 offsets; lower data.slots or rows"
+            )
+        length = self.view.pieces.length[pieces]
+        row_bounds = np.arange(rows + 1, dtype=np.int64) * width
+        table = np.unique(np.concatenate([row_bounds, starts, starts + length]))
+        documents = np.full(len(table) - 1, PADDING_DOC, dtype=np.int64)
+        documents[np.searchsorted(table, starts[~masked])] = self.view.pieces.raw[pieces[~masked]]
+
+        ids, trained = self._gather(pieces[~masked], starts[~masked], slots)
+        labels = np.full(slots, IGNORE, dtype=np.int64)
+        # Documents' first tokens are never `trained`, so the last slot of the document before gets no label.
+        np.copyto(labels[:-1], ids[1:], where=trained[1:])
+        sizes = np.diff(table)
+        positions = np.arange(slots, dtype=np.int64) - np.repeat(table[:-1], sizes)
+        return Batch(
+            input_ids=torch.from_numpy(ids.reshape(rows, width)),
+            labels=torch.from_numpy(labels.reshape(rows, width)),
+            position_ids=torch.from_numpy(positions.reshape(rows, width)),
+            cu_seqlens=torch.from_numpy(table.astype(np.int32)),
+            max_seqlen=int(sizes.max()),
+            packed=packed,
+            documents=documents,
+            lengths=length[~masked],
+            tokens=int(length[~masked].sum()),
+            trained_tokens=int(np.count_nonzero(trained)),
+        )
+
+    def _gather(self, pieces: np.ndarray, starts: np.ndarray, slots: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids (int64 [slots], PAD_ID elsewhere) and whether each must be learned (bool [slots])."""
+        ids = np.full(slots, PAD_ID, dtype=np.int64)
+        trained = np.zeros(slots, dtype=bool)
+        table = self.view.pieces
+        rows = zip(
+            table.store[pieces].tolist(),
+            table.doc[pieces].tolist(),
+            table.start[pieces].tolist(),
+            table.length[pieces].tolist(),
+            starts.tolist(),
+            strict=True,
+        )
+        for store, doc, begin, length, slot in rows:
+            source = self.view.stores[store]
+            ids[slot : slot + length] = self._exactly(source.tokens(doc, begin, begin + length), length, store, doc)
+            mask = self._exactly(source.mask(doc, begin, begin + length), length, store, doc)
+            trained[slot + 1 : slot + length] = mask[1:]
+        self._check(ids, trained, pieces, starts)
+        return ids, trained
+
+    def _exactly(self, values: np.ndarray, length: int, store: int, doc: int) -> np.ndarray:
+        if len(values) != length:  # numpy would spread a single value over the whole document
+            file, line = self.view.stores[store].source(doc)
+            raise UserError(
+                f"{file}:{line}: data source {store} returned {len(values)} tokens of {length} for document {doc}; "
+                "its files are damaged, prepare the data again"
+            )
+        return values
+
+    def _check(self, ids: np.ndarray, trained: np.ndarray, pieces: np.ndarray, starts: np.ndarray) -> None:
+        table = self.view.pieces
+        in_range = ids.min(initial=0) >= 0 and ids.max(initial=0) < self._smallest_vocabulary
+        if in_range and np.count_nonzero(trained) == table.trained[pieces].sum():
+            return
+        for piece, slot in zip(pieces.tolist(), starts.tolist(), strict=True):
+            here = slice(slot, slot + int(table.length[piece]))
+            vocabulary = self.view.stores[int(table.store[piece])].vocab_size
+            wrong = ids[here][(ids[here] < 0) | (ids[here] >= vocabulary)]
+            if len(wrong):
+                raise UserError(
+                    f"{self.view.origin(int(table.raw[piece]))}: token id {int(wrong[0])} is outside the vocabulary of "
+                    f"{vocabulary} that its data source declares; its files are damaged, prepare the data again"
+                )
+            # The loss of a step is divided by the labels that the plan counts: they must be those of the mask.
+            labels = np.count_nonzero(trained[here])
+            if labels != table.trained[piece]:
+                raise UserError(
+                    f"{self.view.origin(int(table.raw[piece]))}: the mask has {labels} trained tokens where its data "
+                    f"source counts {int(table.trained[piece])}; its files are damaged, prepare the data again"
+                )

@@ -1,0 +1,125 @@
+"""Batches ready before they are asked for: one thread that runs ahead of training."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from headway.data.batch import Batch
+from headway.data.global_batch import GlobalBatch, Position
+from headway.data.stream import Stream
+
+
+@dataclass(frozen=True, eq=False)
+class Fed:
+    """A global batch, and this rank's micro-batches of it on the device."""
+
+    batch: GlobalBatch
+    micro_batches: list[Batch]
+
+
+class Feeder:
+    """Iterates over a stream from ``position`` without end, up to ``depth`` global batches ahead of the consumer.
+
+    A context manager; `close` ends the thread. What goes wrong in the thread is raised at the consumer, after the
+    batches that were ready before it. On CUDA, batches are copied from pinned memory without blocking.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        position: Position,
+        rank: int = 0,
+        world: int = 1,
+        device: torch.device | str = "cpu",
+        depth: int = 2,
+    ) -> None:
+        self._stream = stream
+        self._rank, self._world = rank, world
+        self._device = torch.device(device)
+        self._ready: queue.Queue[Fed | BaseException] = queue.Queue(maxsize=depth)
+        self._closing = threading.Event()
+        self._failure: BaseException | None = None
+        self._planner: threading.Thread | None = None
+        self._planned = position.epoch
+        self._thread = threading.Thread(target=self._run, args=(position,), name="headway-feeder", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Fed]:
+        return self
+
+    def __next__(self) -> Fed:
+        """The next global batch; waits for it. Raises what the thread raised, and StopIteration once closed."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closing.is_set():
+            raise StopIteration
+        fed = self._take()
+        if isinstance(fed, BaseException):
+            self._failure = fed
+            raise fed
+        return fed
+
+    def __enter__(self) -> Feeder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading ahead and wait for the threads. Batches not yet taken are discarded; may be called again."""
+        self._closing.set()
+        for thread in (self._thread, self._planner):
+            if thread is not None:
+                thread.join()
+
+    def _run(self, position: Position) -> None:
+        try:
+            if self._device.type == "cuda" and self._device.index is not None:
+                torch.cuda.set_device(self._device)  # a new thread is on GPU 0; pinning would claim memory there
+            while not self._closing.is_set():
+                batch = self._stream.global_batch(position)
+                self._plan_ahead(batch)
+                micro_batches = [self._place(each) for each in batch.micro_batches(self._rank, self._world)]
+                self._offer(Fed(batch, micro_batches))
+                position = batch.next
+        except BaseException as error:  # handed to the consumer, whatever it is: a silent end would hang the run
+            self._offer(error)
+
+    def _place(self, batch: Batch) -> Batch:
+        if self._device.type != "cuda":
+            return batch.to(self._device)
+        return batch.pin_memory().to(self._device, non_blocking=True)
+
+    def _take(self) -> Fed | BaseException:
+        while not self._closing.is_set():
+            # Not for ever: a signal handler may close the feeder while its consumer waits here.
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=0.1)
+        raise StopIteration
+
+    def _offer(self, item: Fed | BaseException) -> None:
+        while not self._closing.is_set():
+            with contextlib.suppress(queue.Full):
+                return self._ready.put(item, timeout=0.1)
+
+    def _plan_ahead(self, batch: GlobalBatch) -> None:
+        """Plan the next epoch from the middle of this one on, so that its first batch does not wait for its plan."""
+        following = batch.position.epoch + 1
+        if self._planned == following or 2 * batch.next.documents < self._stream.plan(following - 1).documents:
+            return
+        if batch.next.epoch == following:
+            return  # this very thread needs that plan next
+        self._planned = following
+        self._planner = threading.Thread(target=self._plan, args=(following,), name="headway-planner", daemon=True)
+        self._planner.start()
+
+    def _plan(self, epoch: int) -> None:
+        # The feeding thread meets the same error, at the right time, when it gets there.
+        with contextlib.suppress(Exception):
+            self._stream.plan(epoch)
