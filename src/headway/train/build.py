@@ -172,10 +172,10 @@ def _model(config: RunConfig, place: Place, view: View, say: Say) -> tuple[Built
     model = build_model(config)
     check_vocabulary(view, model.shape.vocab)
     model.module.to(place.device.torch)
-    if config.data.packed:
-        # On the actual model, in the precision it trains in: nothing else shows a leak between documents.
-        with torch.autocast(place.device.type, place.compute_dtype, enabled=place.compute_dtype != torch.float32):
-            say(f"isolation: {prove_isolation(model.module, device=place.device.torch).summary()}")
+    # On the actual model, in the precision it trains in: nothing else shows a leak between documents.
+    with torch.autocast(place.device.type, place.compute_dtype, enabled=place.compute_dtype != torch.float32):
+        proof = prove_isolation(model.module, device=place.device.torch, packed=config.data.packed)
+    say(f"isolation: {proof.summary()}")
     if config.train.compile:
         for block in transformer_blocks(model.module):
             block.compile()

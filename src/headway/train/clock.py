@@ -115,7 +115,8 @@ class StepClock:
             wall += ns
             if path is not None:
                 parts[path] = parts.get(path, 0) + ns
-        return ClosedStep(Account.close(STEP, wall, parts), host_wall_ns)
+        on_host = isinstance(self._timeline, HostTimeline)
+        return ClosedStep(Account.close(STEP, wall, parts), wall if on_host else host_wall_ns)
 
     def mark_cost_ns(self, samples: int = 2000) -> float:
         """What one mark costs the host, measured."""

@@ -15,6 +15,7 @@ from headway.config.run import RunConfig
 from headway.guard.checkpoint import CheckpointRef, CheckpointStore
 from headway.guard.process_group import is_main
 from headway.model.export import save_model
+from headway.model.forward import inner_model
 from headway.model.load import DTYPES, load_tokenizer
 from headway.model.lora import merge_lora, save_adapter
 from headway.record.folder import RunFolder
@@ -70,4 +71,11 @@ def _write(config: RunConfig, model: BuiltModel, state: dict[str, Tensor], out: 
     if config.model.lora is not None:
         save_adapter(model.module, out.with_name(f"{out.name}-adapter"), state)  # type: ignore[arg-type]
         state = merge_lora(state, model.config, config.model.lora)
-    save_model(state, model.config, tokenizer, out, dtype=DTYPES[config.model.dtype])
+    save_model(
+        state,
+        model.config,
+        tokenizer,
+        out,
+        dtype=DTYPES[config.model.dtype],
+        generation_config=inner_model(model.module).generation_config,
+    )

@@ -1,0 +1,1 @@
+"""Any Hugging Face causal language model over packed documents."""

@@ -1,0 +1,203 @@
+"""What `headway` refuses, which path it takes, and the CUDA paths as far as a CPU can tell."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from headway.account.errors import UserError
+from headway.model import attention, varlen_attention
+from headway.model.attention import NAME, choose_path, headway_attention, register
+from headway.model.documents_attention import attend_documents
+from headway.model.flex_attention import attend_flex
+from headway.model.varlen_attention import attend_varlen, varlen_cannot
+from model.naive_attention import naive_attention, random_qkv, worst
+
+
+class Attention(nn.Module):
+    is_causal = True
+
+
+def call(module=None, slots=12, rows=1, keys=None, **changes):
+    q, k, v = (x.float() for x in random_qkv(4, 2, slots, 8))
+    q, k, v = q.expand(rows, -1, -1, -1), k[:, :, :keys], v[:, :, :keys]
+    table = {"cu_seq_lens_q": torch.tensor([0, 5, slots], dtype=torch.int32), "max_length_q": slots}
+    return headway_attention(module or Attention(), q, k, v, **{"attention_mask": None} | table | changes)
+
+
+def test_registered_with_an_attention_and_no_mask():
+    register()
+    register()
+    assert AttentionInterface()[NAME] is headway_attention
+    assert AttentionMaskInterface()[NAME](batch_size=1, q_length=4) is None
+
+
+def test_output_is_slots_before_heads():
+    q, k, v = random_qkv(4, 2, 12, 8)
+    out, weights = call(unknown_keyword=1, position_ids=None)
+    assert weights is None and out.shape == (1, 12, 4, 8) and out.is_contiguous()
+    assert worst([out.double()], [naive_attention(q, k, v, [5, 7]).transpose(1, 2)]) < 1e-5
+
+
+def test_queries_widened_by_rotary_tables_are_brought_back_to_the_type_of_the_values(monkeypatch):
+    seen = []
+    original = attention._attend_documents
+
+    def watching(query, key, value, *rest, **options):
+        seen.append({query.dtype, key.dtype, value.dtype})
+        return original(query, key, value, *rest, **options)
+
+    monkeypatch.setattr(attention, "_attend_documents", watching)
+    q, k, v = (x.float() for x in random_qkv(4, 2, 12, 8))
+    table = {"cu_seq_lens_q": torch.tensor([0, 5, 12], dtype=torch.int32), "max_length_q": 7}
+    headway_attention(Attention(), q, k, v.bfloat16(), None, **table)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = headway_attention(Attention(), q, k, v, None, **table)
+    assert seen == [{torch.bfloat16}] * 2 and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_autocast_does_not_reach_into_the_chosen_type(softcap):
+    q, k, v = (x.float() for x in random_qkv(4, 2, 12, 8))
+    plain = attend_documents(q, k, v, [5, 7], softcap=softcap)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attend_documents(q, k, v, [5, 7], softcap=softcap), plain)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seq_lens_q": None}, "got no document table"),
+        ({"max_length_q": None}, "got no document table"),
+        ({"rows": 2}, "not a batch of 2 rows"),
+        ({"keys": 7}, "a key cache is in use"),
+        ({"attention_mask": torch.ones(1, 1, 12, 12)}, "brings its own attention mask"),
+        ({"is_causal": False}, "both directions"),
+        ({"position_bias": torch.zeros(1)}, "needs position_bias"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_by_name(changes, message):
+    with pytest.raises(UserError, match=message) as error:
+        call(**changes)
+    assert "Attention" in str(error.value)
+
+
+def test_a_module_that_attends_both_ways_is_refused():
+    module = Attention()
+    module.is_causal = False
+    with pytest.raises(UserError, match="both directions"):
+        call(module)
+
+
+def test_a_table_for_another_pack_is_an_error_on_cpu():
+    with pytest.raises(ValueError, match="do not fill a pack"):
+        call(cu_seq_lens_q=torch.tensor([0, 5, 11], dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "options", "path", "why"),
+    [
+        ((4, 2, 128), torch.bfloat16, {}, "varlen", ""),
+        ((4, 2, 128), torch.bfloat16, {"window": 512, "scale": 0.1}, "varlen", ""),
+        ((4, 2, 80), torch.float16, {}, "varlen", ""),
+        ((4, 2, 128), torch.float32, {}, "flex", "float32"),
+        ((4, 2, 288), torch.bfloat16, {}, "flex", "head_dim 288"),
+        ((4, 2, 20), torch.bfloat16, {}, "flex", "head_dim 20"),
+        ((4, 2, 128), torch.bfloat16, {"softcap": 30.0}, "flex", "softcap"),
+        ((4, 2, 128), torch.bfloat16, {"sinks": torch.zeros(4)}, "flex", "sinks"),
+        ((4, 2, 128), torch.bfloat16, {"dropout": 0.1}, "documents", "dropout"),
+    ],
+)
+def test_path_on_cuda(shape, dtype, options, path, why):
+    heads, kv_heads, head_dim = shape
+    q, k, v = (torch.empty(1, h, 16, head_dim, dtype=dtype, device="meta") for h in (heads, kv_heads, kv_heads))
+    chosen, reason = choose_path(q, k, v, **options, device_type="cuda")
+    assert chosen == path and why in reason
+    assert choose_path(q, k, v, **options, device_type="cpu")[0] == "documents"
+
+
+def test_value_heads_of_another_size_go_to_flex():
+    q, v = torch.empty(1, 4, 16, 64, dtype=torch.bfloat16), torch.empty(1, 4, 16, 32, dtype=torch.bfloat16)
+    assert choose_path(q, q, v, device_type="cuda")[0] == "flex"
+
+
+SIGNATURES = {
+    "torch 2.11": ["query", "cu_seq_q", "scale", "window_size", "enable_gqa"],
+    "no grouping keyword": ["query", "cu_seq_q", "scale", "window_size"],
+    "causal flag": ["query", "cu_seq_q", "is_causal"],
+}
+
+
+@pytest.mark.parametrize("accepts", SIGNATURES.values(), ids=SIGNATURES.keys())
+@pytest.mark.parametrize("window", [None, 3])
+def test_varlen_call_follows_the_signature(monkeypatch, accepts, window):
+    """The kernel needs CUDA; a stand-in with its documented meaning shows that the arguments are translated right."""
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size=(-1, -1), scale=None, is_causal=False, **options):
+        assert set(options) <= set(accepts) and cu_q is cu_k and max_q == max_k == 12
+        left, right = (-1, 0) if is_causal else window_size
+        assert right == 0  # causal
+        if q.shape[1] != k.shape[1]:
+            assert options == {"enable_gqa": True}
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        lengths = cu_q.diff().tolist()
+        out = naive_attention(q, k, v, lengths, scale=scale, window=None if left < 0 else left + 1)
+        return out[0].transpose(0, 1)
+
+    monkeypatch.setattr(varlen_attention, "_ACCEPTS", frozenset(accepts))
+    monkeypatch.setattr(varlen_attention, "varlen_attn", kernel)
+    q, k, v = random_qkv(4, 2, 20, 8)
+    cu = torch.tensor([0, 12, 20], dtype=torch.int32)
+    scale = 0.3 if "scale" in accepts else 8**-0.5
+    half = q.bfloat16()
+    if window is not None and "window_size" not in accepts:
+        assert "no sliding window" in varlen_cannot(half, half, half, window=window)
+        return
+    out = attend_varlen(q, k, v, cu, 12, scale=scale, window=window)
+    assert worst([out], [naive_attention(q, k, v, [12, 8], scale=scale, window=window)]) < 1e-12
+
+
+def test_a_fixed_scale_kernel_refuses_another_scale(monkeypatch):
+    monkeypatch.setattr(varlen_attention, "_ACCEPTS", frozenset(SIGNATURES["causal flag"]))
+    q = torch.empty(1, 2, 4, 16, dtype=torch.bfloat16)
+    assert varlen_cannot(q, q, q, scale=0.25) is None
+    assert "fixed scale" in varlen_cannot(q, q, q, scale=0.3)
+
+
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")
+@pytest.mark.parametrize("options", [{}, {"window": 3}, {"softcap": 2.0, "scale": 0.7}, {"sinks": True, "window": 5}])
+@pytest.mark.parametrize("heads", [4, 6])
+def test_flex_forward_equals_the_naive_reference(options, heads):
+    """Its backward exists on CUDA only and is checked there. The table's end is repeated, as bucketed tables do."""
+    if options.get("sinks"):
+        options = options | {"sinks": torch.linspace(-1, 1, heads, dtype=torch.float64)}
+    q, k, v = random_qkv(heads, 2, 19, 16)
+    cu = torch.tensor([0, 7, 8, 19, 19, 19], dtype=torch.int32)
+    narrow = options | ({"sinks": options["sinks"].float()} if "sinks" in options else {})
+    out = attend_flex(q.float(), k.float(), v.float(), cu, **narrow)
+    assert worst([out.double()], [naive_attention(q, k, v, [7, 1, 11], **options)]) < 1e-5
+
+
+def test_flex_shares_one_mask_between_layers_and_forgets_it_with_the_batch():
+    from headway.model import flex_attention
+
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    first = flex_attention._block_mask(cu, 9, None)
+    assert flex_attention._block_mask(cu, 9, None) is first
+    assert flex_attention._block_mask(cu, 9, 3) is not first
+    assert flex_attention._block_mask(cu.clone(), 9, None) is not first
+    known = len(flex_attention._MASKS)
+    del cu
+    assert len(flex_attention._MASKS) < known
+
+
+def test_attention_of_reads_nested_text_configs():
+    from headway.model.forward import attention_of
+    from headway.model.load import load_model
+    from model.tiny_models import BASE
+
+    model = load_model(config=BASE | {"model_type": "llama"})
+    assert attention_of(model) == attention_of(nn.Sequential(model)) == NAME
