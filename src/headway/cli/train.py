@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,6 +77,7 @@ def _launch(config: RunConfig, ranks: int) -> int:
 
 def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
     from headway.account.run_clock import RunClock, process_age_ns
+    from headway.guard.failure import record_failure
     from headway.guard.process_group import close_process_group
     from headway.train.build import build_run
     from headway.train.loop import train as run_loop
@@ -91,15 +93,36 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
             say=_say if main and not json else _say_nothing,
         )
         reason = run_loop(run)
-    finally:
-        closed = close_process_group()
+    except BaseException as error:
+        # First of all, or the launcher would name a rank that only fell with this one.
+        record_failure(error)
+        _leave_process_group(error)
+        raise
     if main:
         _tell_end(config, reason, json)
-    if not closed:
-        # A peer died inside a collective: an ordinary exit would wait for its thread for ever.
-        sys.stdout.flush()
-        os._exit(_REASON_CODES[reason])
+    if not close_process_group():
+        _exit_at_once(_REASON_CODES[reason])
     return _REASON_CODES[reason]
+
+
+def _leave_process_group(error: BaseException) -> None:
+    """Before an error leaves: an ordinary exit would wait for ever for a collective whose other ranks are gone."""
+    from headway.account.errors import UserError
+    from headway.guard.process_group import close_process_group
+
+    if close_process_group():
+        return
+    if isinstance(error, UserError):
+        print(f"headway: {error}", file=sys.stderr)
+        _exit_at_once(2)
+    traceback.print_exception(error)
+    _exit_at_once(1)
+
+
+def _exit_at_once(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _observers(config: RunConfig, quiet: bool) -> list[Observer]:

@@ -20,7 +20,7 @@ from headway.data.sources import Source
 from headway.data.store import ShardFolder, hash_file
 from headway.data.streams import reading
 from headway.data.templates import ChatTemplate
-from headway.data.tokenizer import TokenizerInfo
+from headway.data.tokenizer import TokenizerInfo, make_encoder
 from headway.data.units import RECORDS, Recipe
 
 PLAN = "plan.json"
@@ -57,11 +57,9 @@ class Job:
         return hashlib.sha256(named.encode()).hexdigest()
 
     def recipe(self) -> Recipe:
-        tokenizer = None if self.info.spec else self.tokenizer
+        encoder = make_encoder(self.info, self.tokenizer)
         options = self.options
-        return Recipe(
-            self.partial, self.info, tokenizer, self.templates, options.labels, options.text_eos, self.paths
-        )
+        return Recipe(self.partial, self.info, encoder, self.templates, options.labels, options.text_eos, self.paths)
 
     def tokenizer_record(self) -> TokenizerRecord:
         info = self.info

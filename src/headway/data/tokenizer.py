@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 from tokenizers import Tokenizer
 
 from headway.account.errors import UserError
@@ -126,9 +127,9 @@ def _spec(tokenizer: Any) -> str:
     """The backend's JSON without what only decorates its output; a post-processor trims the offsets of spaces."""
     if not getattr(tokenizer, "is_fast", False):
         return ""
-    spec = json.loads(tokenizer.backend_tokenizer.to_str())
+    spec = orjson.loads(tokenizer.backend_tokenizer.to_str())
     spec.update(post_processor=None, padding=None, truncation=None)
-    return json.dumps(spec, ensure_ascii=False)
+    return orjson.dumps(spec).decode()
 
 
 def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -96,6 +96,7 @@ def _build(
     place = _find_place(config, rank_env)
     folder = RunFolder(config.folder).create()
     store = CheckpointStore(folder.checkpoints, resuming.run_id(folder))
+    control().on_main(store.sweep, UserError, (OSError,))
     ref = resuming.find_checkpoint(config, store)
     with run_clock.phase("startup.data"):
         view, stream = _data(config, place, say)

@@ -105,9 +105,9 @@ def resume(
     allowed = refuse_changed(meta["identity"], identity, allow=set(config.checkpoint.allow))
     lora = config.model.lora is not None
     loaded = restore(store, ref, replicas.module, optimizers.items, trainable_only=lora)
-    if loaded.rank_state is not None:
-        set_rng_state(loaded.rank_state["rng"])
     notes = [f"newer checkpoint not used: {reason}" for reason in ref.rejected]
+    if loaded.rank_state is not None:
+        notes += set_rng_state(loaded.rank_state["rng"])
     notes += [f"allowed to differ: {line}" for line in allowed]
     return Resumed(
         step=meta["step"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -165,7 +166,8 @@ class Run:
                 self.reporter.incident("checkpoint failed", self.step, str(failure), "went on without it")
                 return
             if is_main():
-                self.store.prune(self.config.checkpoint.keep)
+                for kept in self.store.prune(self.config.checkpoint.keep).left:
+                    print(f"headway: checkpoints: {kept}", file=sys.stderr, flush=True)
         self._saved_step = self.step
         self.reporter.tell(
             CheckpointLine(

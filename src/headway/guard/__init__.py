@@ -1,0 +1,1 @@
+"""Checkpoints, ranks, the launcher and signals."""

@@ -1,0 +1,66 @@
+"""A resume with other data or another configuration is refused with a readable difference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from headway.account.errors import Refused
+
+_ABSENT = "(absent)"
+_SHOWN = 60
+
+
+def refuse_changed(saved: dict[str, Any], now: dict[str, Any], *, allow: set[str] | bool = False) -> list[str]:
+    """Compares two fingerprints (nested dicts of JSON values) and refuses differences that were not allowed.
+
+    Returns the differences that were allowed, each as "key: saved → now", so that the caller can record them.
+    `allow` is True (everything), or a set of dotted keys; a key allows everything below it.
+
+    Raises Refused, one line listing every difference that is not allowed.
+    """
+    old, new = dict(_leaves(_as_json(saved))), dict(_leaves(_as_json(now)))
+    changed = [
+        key for key in sorted(old.keys() | new.keys()) if not _same(old.get(key, _ABSENT), new.get(key, _ABSENT))
+    ]
+    refused = [key for key in changed if not _allowed(key, allow)]
+    if refused:
+        shown = "; ".join(_line(key, old, new) for key in refused)
+        raise Refused(
+            f"this run is not the one in the checkpoint: {shown}. Undo it, allow it by key, or start a new run"
+        )
+    return [_line(key, old, new) for key in changed]
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    # The saved side went through JSON: a tuple came back as a list, which is no change.
+    return json.loads(json.dumps(values))
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _same(old: Any, new: Any) -> bool:
+    # Through text: True is not 1, 1 is not 1.0, and nan is the same value as nan.
+    return json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True)
+
+
+def _allowed(key: str, allow: set[str] | bool) -> bool:
+    if isinstance(allow, bool):
+        return allow
+    return any(key == one or key.startswith(f"{one}.") for one in allow)
+
+
+def _line(key: str, old: dict[str, Any], new: dict[str, Any]) -> str:
+    return f"{key}: {_short(old.get(key, _ABSENT))} → {_short(new.get(key, _ABSENT))}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

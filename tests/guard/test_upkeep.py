@@ -1,0 +1,180 @@
+"""Sweeping and pruning: what is ours and dead goes, everything else stays, and is counted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from guard_helpers import run_ranks
+
+from headway.guard import layout
+from headway.guard.checkpoint import CheckpointRef, CheckpointStore
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", "run-a")
+
+
+def save(store: CheckpointStore, step: int) -> CheckpointRef:
+    return store.save(step, {"model": {"w": torch.full((3,), float(step))}}, {}, {})
+
+
+def damage(ref: CheckpointRef) -> None:
+    """A flipped bit: the size stays right, only the hash tells."""
+    path = ref.path / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(entry.name for entry in store.root.iterdir())
+
+
+def partial(store: CheckpointStore, run_id: str, generation: int) -> Path:
+    path = layout.work_path(store.root, layout.PARTIAL, layout.published_name(5, generation), run_id)
+    path.mkdir(parents=True)
+    (path / layout.WRITER_FILE).write_text("{}")
+    (path / "__0_0.distcp").write_bytes(b"half")
+    return path
+
+
+def test_sweep_takes_only_this_runs_dead_folders(store: CheckpointStore) -> None:
+    kept = save(store, 1)
+    dead, empty = partial(store, "run-a", 7), partial(store, "run-a", 8)
+    for entry in empty.iterdir():
+        entry.unlink()  # killed before it could write its name
+    other, prefix = partial(store, "run-b", 9), partial(store, "run-a2", 10)
+    foreign = [store.root / ".partial-notes", store.root / "best", store.root / ".partial-step-1.g1-run-a"]
+    for path in foreign:
+        path.mkdir()
+    (store.root / ".partial-step-00000005.g0011-run-a").write_text("a file")
+    (store.root / ".partial-step-00000005.g0012-run-a").symlink_to(kept.path)
+    done = store.sweep()
+    assert sorted(done.removed) == sorted([dead.name, empty.name]) and done.left == []
+    assert set(names(store)) == {kept.name, other.name, prefix.name, *(path.name for path in foreign)} | {
+        ".partial-step-00000005.g0011-run-a",
+        ".partial-step-00000005.g0012-run-a",
+    }
+    assert store.verify(kept) == []
+
+
+def test_sweep_leaves_a_living_writer_and_takes_it_once_dead(store: CheckpointStore) -> None:
+    path = partial(store, "run-a", 3)
+    code = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_SH); print('held', flush=True); input()"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", code, path / layout.WRITER_FILE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert writer.stdout is not None and writer.stdin is not None
+    assert writer.stdout.readline() == b"held\n"
+    done = store.sweep()
+    assert done.removed == [] and "a process is writing or reading it" in done.left[0] and path.exists()
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.wait()
+    writer.stdin.close()
+    writer.stdout.close()
+    assert store.sweep().removed == [path.name] and not path.exists()
+
+
+def test_sweep_does_not_guess_without_locks(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = partial(store, "run-a", 3)
+
+    def no_locks(*_: object) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    assert "cannot be told" in store.sweep().left[0] and path.exists()
+    assert save(store, 9).step == 9  # but saving goes on
+
+
+def test_prune_keeps_the_last_and_every_mth(store: CheckpointStore) -> None:
+    refs = [save(store, step) for step in range(1, 8)]
+    done = store.prune(keep_last=2, keep_every=3)
+    assert names(store) == [refs[i].name for i in (2, 5, 6)]
+    assert sorted(done.removed) == [refs[i].name for i in (0, 1, 3, 4)] and done.left == []
+    assert store.prune(keep_last=2, keep_every=3).removed == []
+    with pytest.raises(ValueError, match="keep_last"):
+        store.prune(0)
+
+
+def test_prune_never_deletes_the_newest_verified(store: CheckpointStore) -> None:
+    refs = [save(store, step) for step in range(1, 5)]
+    for ref in refs[1:]:
+        damage(ref)
+    done = CheckpointStore(store.root, "run-a").prune(keep_last=1)
+    assert names(store) == [refs[0].name, refs[3].name] and sorted(done.removed) == [refs[1].name, refs[2].name]
+
+
+def test_prune_deletes_nothing_while_nothing_verifies(store: CheckpointStore) -> None:
+    refs = [save(store, step) for step in range(1, 4)]
+    for ref in refs:
+        damage(ref)
+    done = CheckpointStore(store.root, "run-a").prune(keep_last=1)
+    assert names(store) == [ref.name for ref in refs] and len(done.left) == 2
+
+
+def test_prune_leaves_what_is_not_certainly_ours(store: CheckpointStore) -> None:
+    refs = [save(store, step) for step in range(1, 8)]
+    theirs = save(CheckpointStore(store.root, "run-b"), 8)
+    (refs[0].path / "notes.txt").write_text("mine")
+    (refs[1].path / "manifest.json").unlink()
+    os.truncate(refs[2].path / "values.pt", 1)
+    (store.root / "step-final").mkdir()
+    with layout.in_use(refs[3].path):
+        done = store.prune(keep_last=1)
+    assert sorted(done.removed) == [refs[4].name, refs[5].name]
+    left = {line.partition(":")[0]: line for line in done.left}
+    assert left.keys() == {ref.name for ref in refs[:4]}
+    assert "notes.txt" in left[refs[0].name] and "missing" in left[refs[1].name] and "bytes" in left[refs[2].name]
+    assert "reading" in left[refs[3].name]
+    assert set(names(store)) == {ref.name for ref in refs[:4]} | {refs[6].name, theirs.name, "step-final"}
+    assert (refs[0].path / "notes.txt").read_text() == "mine"
+
+
+def test_one_failed_deletion_does_not_stop_the_others(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    refs = [save(store, step) for step in range(1, 5)]
+    rename = Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        if path == refs[1].path:
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    done = store.prune(keep_last=1)
+    assert sorted(done.removed) == [refs[0].name, refs[2].name]
+    assert len(done.left) == 1 and refs[1].name in done.left[0] and "Permission denied" in done.left[0]
+
+
+def _prune(rank: int, root: Path) -> None:
+    CheckpointStore(root, "run-a").prune(keep_last=1)
+
+
+def test_killed_while_pruning_leaves_no_half_checkpoint(store: CheckpointStore) -> None:
+    refs = [save(store, step) for step in range(1, 4)]
+    outcome = run_ranks(1, _prune, store.root, env={"HEADWAY_CRASH_AT": "mid-prune"})[0]
+    assert outcome.code == -signal.SIGKILL
+    assert [info.ref for info in store.list(verify=True) if info.verified] == refs[1:]
+    trash = f".trash-{refs[0].name}-run-a"
+    assert trash in names(store)
+    assert store.sweep().removed == [trash]
+    assert names(store) == [ref.name for ref in refs[1:]]
+
+
+def test_no_file_stays_open(store: CheckpointStore) -> None:
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("no /proc here")
+    save(store, 0)
+    before = len(os.listdir("/proc/self/fd"))
+    for step in range(1, 6):
+        save(store, step)
+        store.prune(keep_last=2)
+        store.load(store.list()[-1].ref, {"model": {"w": torch.zeros(3)}})
+    assert len(names(store)) == 2 and len(os.listdir("/proc/self/fd")) == before
