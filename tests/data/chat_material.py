@@ -100,7 +100,9 @@ LINES = [
 ]  # fmt: skip
 
 
-def byte_level(template: str | None = None, *, eos: str = "<|im_end|>", pad: str | None = None, nfc: bool = False) -> Any:
+def byte_level(
+    template: str | None = None, *, eos: str = "<|im_end|>", pad: str | None = None, nfc: bool = False
+) -> Any:
     """Byte-level BPE, as GPT-2, Llama 3, Qwen and SmolLM2 have."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -109,7 +111,10 @@ def byte_level(template: str | None = None, *, eos: str = "<|im_end|>", pad: str
     if nfc:
         core.normalizer = normalizers.NFC()
     trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=420,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     core.train_from_iterator(LINES * 3, trainer)
     return _wrap(core, template, eos, pad)
@@ -213,7 +218,9 @@ def write_jsonl(path: Path, records: list[Any]) -> Path:
 # -- the slow, obvious way -------------------------------------------------------------------------------------------
 
 
-def reference_spans(tokenizer: Any, messages: list[dict[str, Any]], end: str, tools: Any = None) -> list[tuple[int, int]]:
+def reference_spans(
+    tokenizer: Any, messages: list[dict[str, Any]], end: str, tools: Any = None
+) -> list[tuple[int, int]]:
     """Trained character spans from transformers' own rendering of every prefix."""
 
     def render(turns: list[dict[str, Any]], prompt: bool = False) -> str:

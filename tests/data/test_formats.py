@@ -75,7 +75,9 @@ def test_messages_keep_system_tools_and_calls() -> None:
 
 def test_older_spellings_of_function_calls() -> None:
     call = {"name": "f", "arguments": "not json"}
-    sample = chat("messages", {"messages": [{"role": "assistant", "function_call": call}], "functions": [{"name": "f"}]})
+    sample = chat(
+        "messages", {"messages": [{"role": "assistant", "function_call": call}], "functions": [{"name": "f"}]}
+    )
     assert sample.messages[0]["tool_calls"][0]["function"] == call
     assert sample.tools == [{"type": "function", "function": {"name": "f"}}]
 
@@ -131,8 +133,13 @@ def test_alpaca_with_and_without_a_template() -> None:
 
 
 def test_prompt_completion() -> None:
-    assert parse_record("prompt_completion", {"prompt": "p", "response": "c"}, chat_template=True) == Completion("p", "c")
-    both = chat("prompt_completion", {"prompt": turns(("user", "a"), ("assistant", "b")), "completion": turns(("assistant", "c"))})
+    assert parse_record("prompt_completion", {"prompt": "p", "response": "c"}, chat_template=True) == Completion(
+        "p", "c"
+    )
+    both = chat(
+        "prompt_completion",
+        {"prompt": turns(("user", "a"), ("assistant", "b")), "completion": turns(("assistant", "c"))},
+    )
     assert both.trained == [False, False, True]
 
 
@@ -149,13 +156,21 @@ def test_text() -> None:
         ("messages", {"messages": "hi"}, "'messages' is a string"),
         ("messages", {"messages": ["hi"]}, r"messages\[1\]: not an object"),
         ("messages", {"messages": [{"content": "x"}]}, r"messages\[1\]: no 'role'"),
-        ("messages", {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}, r"\[2\]: the assistant turn"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]},
+            r"\[2\]: the assistant turn",
+        ),
         ("messages", {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
         ("messages", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "no function name"),
         ("messages", {"messages": turns(("user", "a")), "tools": "{"}, "'tools' is text that is not JSON"),
         ("messages", {"messages": turns(("user", "a")), "tools": [1]}, "not a list of objects"),
-        ("sharegpt", {"conversations": [{"from": "function_call", "value": "f(x)"}]}, "'function_call' is text that is not"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "function_call", "value": "f(x)"}]},
+            "'function_call' is text that is not",
+        ),
         ("alpaca", {"instruction": "i"}, "no key 'output'"),
         ("alpaca", {"instruction": "i", "output": None}, "'output' is null"),
         ("alpaca", {"instruction": "i", "output": "o", "history": ["x"]}, "'history' is not a list of"),

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.chat_material import CHATML, Characters, byte_level, metaspace, write_jsonl
 from rich.console import Console
 
+from data.chat_material import CHATML, Characters, byte_level, metaspace, write_jsonl
 from headway.account.errors import UserError
 from headway.data.inspect import inspect_folder, render_sample
 from headway.data.prepare import prepare

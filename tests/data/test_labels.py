@@ -6,6 +6,9 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from data.chat_material import (
     CHATML,
     GEMMA,
@@ -25,9 +28,6 @@ from data.chat_material import (
     conversation,
     reference_spans,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from headway.data.formats import Chat
 from headway.data.labels import END_ADDED, NO_ASSISTANT, NO_END_TOKEN, Disagreement, Labeller
 from headway.data.templates import ChatTemplate

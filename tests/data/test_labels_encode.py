@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from data.chat_material import (
     CHATML,
     GENERATION,
@@ -18,9 +21,6 @@ from data.chat_material import (
     reference_mask,
     reference_spans,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from headway.data.encode import Document, Encoded
 from headway.data.tokenizer import make_encoder, take_apart
 from headway.data.turns import BadRecord
@@ -56,7 +56,9 @@ def test_masks_are_those_found_token_by_token(tokenizer: Any, seed: int, edges: 
 
 def test_the_reference_catches_planted_wrong_masks() -> None:
     """The reference is only worth something if it objects: to a line end trained, an end token not trained, a cut token."""
-    document = labelled(BYTE_LEVEL, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}], "<|im_end|>")
+    document = labelled(
+        BYTE_LEVEL, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}], "<|im_end|>"
+    )
     (result,) = encode(BYTE_LEVEL, document)
     text, (span,) = document.pieces[0], document.spans
     for planted in [(span[0], span[1] + 1), (span[0], span[1] - len("<|im_end|>")), (span[0] - 1, span[1])]:
@@ -156,7 +158,9 @@ def test_the_end_token_is_learned_though_it_pads() -> None:
     """P15: labels come from positions, so it does not matter which ids are the same."""
     tokenizer = byte_level(GENERATION, pad="<|im_end|>")
     assert tokenizer.pad_token_id == tokenizer.eos_token_id
-    document = labelled(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "<|im_end|>")
+    document = labelled(
+        tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "<|im_end|>"
+    )
     (result,) = encode(tokenizer, document)
     ends = result.mask[result.ids == tokenizer.eos_token_id]
     assert ends.tolist() == [0, 1]  # the user's is context, the assistant's is learned

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from data.chat_material import (
     CHATML,
     GEMMA,
@@ -25,7 +26,6 @@ from data.chat_material import (
     with_bos,
     write_jsonl,
 )
-
 from headway.account.errors import UserError
 from headway.data.folder import partial_folder
 from headway.data.job import Job
@@ -78,7 +78,9 @@ def test_an_end_token_that_pads_is_trained_once_per_answer(tmp_path: Path) -> No
     prepare(source, tmp_path / "s", tokenizer, workers=1)
     store = ShardFolder.open(tmp_path / "s")
     ends = sum(int((store.tokens(d)[store.mask(d) == 1] == tokenizer.pad_token_id).sum()) for d in range(len(store)))
-    answers = sum(m["role"] == "assistant" for line in source.read_text().splitlines() for m in json.loads(line)["messages"])
+    answers = sum(
+        m["role"] == "assistant" for line in source.read_text().splitlines() for m in json.loads(line)["messages"]
+    )
     assert ends == answers > 0
 
 
@@ -132,7 +134,9 @@ def test_last_and_an_own_template_and_its_variables(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "c.jsonl", [{"messages": [
         {"role": r, "content": c} for r, c in [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]]}])  # fmt: skip
     (tmp_path / "own.jinja").write_text("{{ mood }}" + SMOL)
-    options = PrepareOptions(labels="last", chat_template=str(tmp_path / "own.jinja"), template_options={"mood": "merry"})
+    options = PrepareOptions(
+        labels="last", chat_template=str(tmp_path / "own.jinja"), template_options={"mood": "merry"}
+    )
     report = prepare(source, tmp_path / "s", TOKENIZER, workers=1, options=options)
     store = ShardFolder.open(tmp_path / "s")
     assert TOKENIZER.decode(store.tokens(0)).startswith("merry<|im_start|>system")
@@ -217,7 +221,9 @@ def test_bad_lines_are_named_counted_and_listed(tmp_path: Path) -> None:
     lines = source.read_bytes().splitlines()
     lines[4], lines[20] = b'{"messages": [', b'{"messages": [{"role": "user", "content": "\xff"}]}'
     source.write_bytes(b"\n".join(lines))
-    report = prepare(source, tmp_path / "s", TOKENIZER, workers=2, shard_bytes=1500, options=PrepareOptions(max_bad=0.1))
+    report = prepare(
+        source, tmp_path / "s", TOKENIZER, workers=2, shard_bytes=1500, options=PrepareOptions(max_bad=0.1)
+    )
     listed = [json.loads(line) for line in (tmp_path / "s" / "rejected.jsonl").read_text().splitlines()]
     assert [(r["file"], r["line"]) for r in listed] == [(str(source), 5), (str(source), 21)]
     assert listed[0]["reason"].startswith("not JSON") and listed[1]["reason"].startswith("not UTF-8: byte 0xff")
@@ -230,7 +236,9 @@ def test_bad_lines_are_named_counted_and_listed(tmp_path: Path) -> None:
 def test_too_many_bad_lines_publish_nothing(tmp_path: Path) -> None:
     source = chats(tmp_path / "c.jsonl", 30)
     source.write_text(source.read_text() + "{\n")
-    with pytest.raises(UserError, match=r"c.jsonl:31: not JSON: .*; 1 of 31 records are bad \(3.2%, data.max_bad allows 1.0%\)") as error:
+    with pytest.raises(
+        UserError, match=r"c.jsonl:31: not JSON: .*; 1 of 31 records are bad \(3.2%, data.max_bad allows 1.0%\)"
+    ) as error:
         prepare(source, tmp_path / "s", TOKENIZER, workers=1)
     assert not (tmp_path / "s").exists()
     listed = Path(str(error.value).rsplit(" ", 1)[1])
@@ -245,7 +253,9 @@ def test_hopeless_data_is_given_up_early(tmp_path: Path) -> None:
     source.write_text('{"text": "a"}\n' + "{\n" * 200_000)
     done: list[int] = []
     with pytest.raises(UserError, match=r"c.jsonl:2: not JSON"):
-        prepare(source, tmp_path / "s", TOKENIZER, workers=1, shard_bytes=1000, progress=lambda p: done.append(p.bytes_done))
+        prepare(
+            source, tmp_path / "s", TOKENIZER, workers=1, shard_bytes=1000, progress=lambda p: done.append(p.bytes_done)
+        )
     assert done[-1] < source.stat().st_size // 2
 
 
@@ -278,14 +288,18 @@ def test_prefixes_that_do_not_agree_are_an_error_with_file_and_line(tmp_path: Pa
     source = write_jsonl(tmp_path / "c.jsonl", [
         {"messages": [{"role": r, "content": "x"} for r in turns]}
         for turns in [["user", "assistant"], ["user", "assistant"] * 2]])  # fmt: skip
-    with pytest.raises(UserError, match=r"c.jsonl:2: the chat template renders a turn differently.*<think>.*set data.labels: last"):
+    with pytest.raises(
+        UserError, match=r"c.jsonl:2: the chat template renders a turn differently.*<think>.*set data.labels: last"
+    ):
         prepare(source, tmp_path / "s", byte_level(THINKING), workers=1)
     prepare(source, tmp_path / "s", byte_level(THINKING), workers=1, options=PrepareOptions(labels="last"))
 
 
 def test_a_template_that_refuses_all_is_shown_refusing(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "c.jsonl", [{"messages": [{"role": "user", "content": "a"}] * 2}] * 4)
-    with pytest.raises(UserError, match=r"c.jsonl:1: the chat template refuses it: Conversation roles must alternate.*4 of 4"):
+    with pytest.raises(
+        UserError, match=r"c.jsonl:1: the chat template refuses it: Conversation roles must alternate.*4 of 4"
+    ):
         prepare(source, tmp_path / "s", byte_level(GEMMA), workers=1, options=PrepareOptions(max_bad=1))
 
 
@@ -339,7 +353,12 @@ def test_bad_options_name_their_key(tmp_path: Path, options: dict[str, Any], mes
 def test_a_template_with_a_mistake_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{% for m in messages %}\n{{ m.content }\n{% endfor %}")
     with pytest.raises(UserError, match="chat template line 2: unexpected '}'"):
-        prepare(chats(tmp_path / "c.jsonl"), tmp_path / "s", TOKENIZER, options=PrepareOptions(chat_template=str(tmp_path / "t.jinja")))
+        prepare(
+            chats(tmp_path / "c.jsonl"),
+            tmp_path / "s",
+            TOKENIZER,
+            options=PrepareOptions(chat_template=str(tmp_path / "t.jinja")),
+        )
 
 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
@@ -412,7 +431,10 @@ def test_the_real_smollm2_tokenizer(shared: Path, tmp_path: Path) -> None:
 
     tokenizer = open_tokenizer(str(model))
     report = prepare(
-        [shared / "data" / "alpaca_en_demo.json", shared / "data" / "c4_demo.jsonl"], tmp_path / "s", tokenizer, workers=2
+        [shared / "data" / "alpaca_en_demo.json", shared / "data" / "c4_demo.jsonl"],
+        tmp_path / "s",
+        tokenizer,
+        workers=2,
     )
     store = ShardFolder.open(tmp_path / "s")
     assert report.totals.documents == 1299 and report.totals.untrained == 0 and store.tokens(0).dtype == np.uint16

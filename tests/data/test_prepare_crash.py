@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data.chat_material import CHATML, SMOL, byte_level, conversation, write_jsonl
 
+from data.chat_material import CHATML, SMOL, byte_level, conversation, write_jsonl
 from headway.account.errors import UserError
 from headway.data import folder as folders
 from headway.data.folder import only_writer, partial_folder, recover
@@ -133,7 +133,9 @@ def test_the_comparison_catches_a_planted_harm_that_is_kept(tmp_path: Path, monk
     killed_after(4, source, out, 1)
     _flip(partial_folder(out))
     wanted = {p.name: p.read_bytes() for p in (partial_folder(out) / "units").iterdir()}
-    monkeypatch.setattr("headway.data.units.hash_file", lambda path: json.loads(wanted["00001.json"])["rejected"]["sha256"])
+    monkeypatch.setattr(
+        "headway.data.units.hash_file", lambda path: json.loads(wanted["00001.json"])["rejected"]["sha256"]
+    )
     monkeypatch.setattr("headway.data.prepare.finished", lambda folder, unit: _trusting(wanted, unit))
     prepare(source, out, TOKENIZER, workers=1, shard_bytes=SHARD)
     monkeypatch.undo()
@@ -229,7 +231,9 @@ def test_the_second_of_two_prepares_is_refused_and_the_first_is_unharmed(
 
 def test_many_at_once_end_with_one_sound_folder(tmp_path: Path) -> None:
     source, out = chats(tmp_path / "c.jsonl"), tmp_path / "s"
-    children = [in_child(lambda: prepare(source, out, TOKENIZER, workers=2, shard_bytes=SHARD) and None) for _ in range(4)]
+    children = [
+        in_child(lambda: prepare(source, out, TOKENIZER, workers=2, shard_bytes=SHARD) and None) for _ in range(4)
+    ]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert 0 in statuses and set(statuses) <= {0, 3}
     assert same_as_undisturbed(source, out)
@@ -374,7 +378,9 @@ def test_a_failed_remake_leaves_the_old_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_a_folder_in_use_is_swapped_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+def test_a_folder_in_use_is_swapped_not_emptied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
     if not exchange:
         monkeypatch.setattr(folders, "_exchange", lambda *_: False)
     source, out = chats(tmp_path / "c.jsonl"), tmp_path / "s"

@@ -22,7 +22,7 @@ from headway.data.readers import FileReader
 from headway.data.sources import Source, expand
 from headway.data.turns import BadRecord
 
-RECORDS = [{"text": t} for t in ["a", "b\n\u2028c", "é" * 50, "x" * 3000, "", "\u0085 \\ \"", "🙂"]]
+RECORDS = [{"text": t} for t in ["a", "b\n\u2028c", "é" * 50, "x" * 3000, "", '\u0085 \\ "', "🙂"]]
 LINES = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in RECORDS).encode()
 
 
@@ -72,12 +72,16 @@ def test_every_container_gives_the_same_records(tmp_path: Path, kind: str, targe
 
 @settings(max_examples=40, deadline=None)
 @given(
-    lines=st.lists(st.sampled_from([b'{"text": "a"}', b"", b"  ", b'{"text": "bb"}', b"{", b"\xff", b"x" * 40]), max_size=12),
+    lines=st.lists(
+        st.sampled_from([b'{"text": "a"}', b"", b"  ", b'{"text": "bb"}', b"{", b"\xff", b"x" * 40]), max_size=12
+    ),
     target=st.integers(1, 60),
     ends=st.sampled_from([b"\n", b"\r\n"]),
     last=st.booleans(),
 )
-def test_line_numbers_are_those_of_the_file(tmp_path_factory: Any, lines: list[bytes], target: int, ends: bytes, last: bool) -> None:
+def test_line_numbers_are_those_of_the_file(
+    tmp_path_factory: Any, lines: list[bytes], target: int, ends: bytes, last: bool
+) -> None:
     path = tmp_path_factory.mktemp("lines") / "f.jsonl"
     path.write_bytes(ends.join([*lines, b""] if last else lines))
     found, _ = read(path, target, fmt="text")
@@ -166,7 +170,10 @@ def test_bytes_that_are_not_utf8_reject_their_record_only(tmp_path: Path) -> Non
 
 def test_a_ten_megabyte_line(tmp_path: Path) -> None:
     big = {"text": "long " * (2 << 20)}
-    for name, text in [("f.jsonl", "\n".join(map(json.dumps, [*RECORDS, big, *RECORDS]))), ("f.json", json.dumps([big, RECORDS[0]]))]:
+    for name, text in [
+        ("f.jsonl", "\n".join(map(json.dumps, [*RECORDS, big, *RECORDS]))),
+        ("f.json", json.dumps([big, RECORDS[0]])),
+    ]:
         (tmp_path / name).write_text(text)
         found, _ = read(tmp_path / name, 1 << 16)
         assert big in [r for _, r in found]
@@ -185,7 +192,7 @@ def test_a_line_without_end_is_not_taken_into_memory(tmp_path: Path, monkeypatch
 def test_a_compressed_file_cut_short_is_an_error(tmp_path: Path, kind: str) -> None:
     path = write_as(tmp_path, kind, RECORDS)
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(UserError, match="its compression is damaged .*; restore the file"):
+    with pytest.raises(UserError, match=r"its compression is damaged .*; restore the file"):
         read(path)
 
 
@@ -272,7 +279,9 @@ def test_folders_and_globs_are_sorted_and_name_foreign_files(tmp_path: Path) -> 
         ([], "no data given"),
     ],
 )
-def test_sources_that_cannot_be_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], message: str) -> None:
+def test_sources_that_cannot_be_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").write_text("")
     (tmp_path / "x.csv").write_text("")

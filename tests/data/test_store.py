@@ -103,7 +103,14 @@ def test_a_slice_never_reaches_into_the_next_document(tmp_path: Path) -> None:
 
 def test_the_files_are_little_endian_and_memory_mappable(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "s", TWO)
-    for part, dtype in {"tokens": "<u2", "mask": "|u1", "offsets": "<i8", "trained": "<i8", "lines": "<i8", "files": "<i4"}.items():
+    for part, dtype in {
+        "tokens": "<u2",
+        "mask": "|u1",
+        "offsets": "<i8",
+        "trained": "<i8",
+        "lines": "<i8",
+        "files": "<i4",
+    }.items():
         array = np.load(part_path(folder, "shard-00000", part), mmap_mode="r")
         assert array.dtype.str == dtype and array.ndim == 1
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
 from data.test_store import TWO, write_folder
 from golden_file import assert_golden
-
 from headway.data import manifest as manifests
 from headway.data.manifest import Manifest
 

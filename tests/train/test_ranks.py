@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny import make_chats, run_file
 
+from tiny import make_chats, run_file
 from train.running import history, run
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tiny import make_chats, run_file
 
+from tiny import make_chats, run_file
 from train.running import command, environment, history, losses, run
 
 STEPS = 14  # two and a half epochs of the tiny data

@@ -7,9 +7,8 @@ import copy
 import numpy as np
 import pytest
 import torch
-from data.memory_store import MemoryStore
-from tiny import config
 
+from data.memory_store import MemoryStore
 from headway.config.optim import OptimConfig
 from headway.config.train import LossConfig
 from headway.data.global_batch import Position
@@ -22,6 +21,7 @@ from headway.train.clock import StepClock
 from headway.train.evaluate import Evaluator
 from headway.train.optim import build_optimizers, clip_gradients
 from headway.train.step import Learner
+from tiny import config
 
 LENGTHS = [3, 40, 7, 22, 1, 31, 16, 9, 40, 2]
 
@@ -157,7 +157,12 @@ def test_clipping_scales_to_the_norm_and_reports_the_norm_before() -> None:
 def test_norms_and_biases_do_not_decay(name: str) -> None:
     module = model()
     optimizers = build_optimizers(module, OptimConfig(lr=1e-2, name=name, weight_decay=0.5))  # type: ignore[arg-type]
-    decays = {id(p): group["weight_decay"] for item in optimizers.items for group in item.param_groups for p in group["params"]}
+    decays = {
+        id(p): group["weight_decay"]
+        for item in optimizers.items
+        for group in item.param_groups
+        for p in group["params"]
+    }
     assert set(decays) == {id(p) for p in module.parameters()}, "every parameter is in exactly one group"
     for key, parameter in module.named_parameters():
         assert decays[id(parameter)] == (0.0 if "norm" in key else 0.5), key

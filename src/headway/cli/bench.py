@@ -53,7 +53,7 @@ def data(
     from headway.bench.data import bench_prepare
 
     report = bench_prepare([str(source) for source in sources], tokenizer, rounds=rounds)
-    print_json(asdict(report)) if json else print(report.line())
+    print_json(asdict(report)) if json else print("\n".join(report.lines()))
 
 
 @app.command()

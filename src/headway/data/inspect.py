@@ -117,6 +117,4 @@ def _decoder(store: ShardFolder, tokenizer: Any) -> Decoder:
 def _sample(store: ShardFolder, decode: Decoder, document: int) -> SampleView:
     file, line = store.source(document)
     tokens, mask = store.tokens(document), store.mask(document)
-    return SampleView(
-        document, file, line, len(tokens), int(store.trained[document]), segments(decode, tokens, mask)
-    )
+    return SampleView(document, file, line, len(tokens), int(store.trained[document]), segments(decode, tokens, mask))

@@ -141,9 +141,7 @@ def is_store(path: str | Path) -> bool:
     """Whether `open_store` would find something at `path`: a folder with a manifest, or a Megatron pair."""
     path = Path(path)
     prefix = path.with_suffix("") if path.suffix in {".bin", ".idx"} else path
-    return (path / manifests.NAME).is_file() or (
-        not path.is_dir() and prefix.with_name(prefix.name + ".idx").is_file()
-    )
+    return (path / manifests.NAME).is_file() or (not path.is_dir() and prefix.with_name(prefix.name + ".idx").is_file())
 
 
 def open_store(path: str | Path) -> DocumentStore:
