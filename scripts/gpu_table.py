@@ -13,9 +13,9 @@ WARM_UP = 3
 
 
 def main() -> None:
-    print(
-        f"{'run':<18}{'tokens/s':>10}{'slots used':>11}{'MFU':>7}{'step ms':>9}{'fwd+bwd':>9}{'loss':>7}{'opt':>7}{'data':>7}{'GiB':>7}"
-    )
+    columns = [("tokens/s", 10), ("slots used", 11), ("MFU", 7), ("step ms", 9), ("fwd+bwd", 9), ("loss", 7)]
+    columns += [("opt", 7), ("data", 7), ("GiB", 7)]
+    print(f"{'run':<18}" + "".join(f"{name:>{width}}" for name, width in columns))
     for folder in sorted(Path(sys.argv[1]).iterdir()):
         if not (folder / "metrics.jsonl").is_file():
             continue

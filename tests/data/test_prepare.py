@@ -280,7 +280,7 @@ def test_a_ten_megabyte_line_is_a_document(tmp_path: Path) -> None:
 
 
 def test_chats_without_a_template_name_the_key_to_set(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"c.jsonl:1: is a chat, and the tokenizer .* set data.chat_template: PATH"):
+    with pytest.raises(UserError, match=r"c.jsonl:\d+: is a chat, and the tokenizer .* set data.chat_template: PATH"):
         prepare(chats(tmp_path / "c.jsonl"), tmp_path / "s", byte_level(), workers=2, shard_bytes=2000)
 
 

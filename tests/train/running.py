@@ -1,31 +1,59 @@
-"""Runs `headway train` as a user would, in a process of its own, and reads what it left."""
+"""Runs `headway train` as a user would, and reads what it left."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from headway.cli.main import main
 from headway.record.folder import RunFolder
 from headway.record.sessions import History, read_history
 
 
-def environment(**extra: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    return {**clean, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **extra}
+    return {**clean, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def command(run_file: Path, *overrides: str) -> list[str]:
-    return [sys.executable, "-m", "headway", "train", str(run_file), *overrides]
+def command(run_file: Path, *overrides: str, launcher: Sequence[str] = ()) -> list[str]:
+    return [sys.executable, "-m", *launcher, "headway", "train", str(run_file), *overrides]
 
 
-def run(run_file: Path, *overrides: str, expect: int = 0, **extra: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        command(run_file, *overrides), env=environment(**extra), capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+def run(run_file: Path, *overrides: str, expect: int = 0, launcher: Sequence[str] = ()) -> Done:
+    """A run to its end. One rank runs in this process (libraries take seconds to import), several in their own."""
+    several = launcher or any(text.startswith("parallel.ranks=") for text in overrides)
+    done = _in_processes(run_file, overrides, launcher) if several else _here(run_file, overrides)
+    assert done.code == expect, f"exit {done.code}\n{done.out[-3000:]}\n{done.err[-3000:]}"
     return done
+
+
+def _in_processes(run_file: Path, overrides: Sequence[str], launcher: Sequence[str]) -> Done:
+    line = command(run_file, *overrides, launcher=launcher)
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=280)
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def _here(run_file: Path, overrides: Sequence[str]) -> Done:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(["train", str(run_file), *overrides])
+        except SystemExit as end:
+            return Done(int(end.code or 0), out.getvalue(), err.getvalue())
+    raise AssertionError("the command did not exit")
 
 
 def history(run_file: Path, name: str = "tiny") -> History:

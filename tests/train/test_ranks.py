@@ -49,6 +49,11 @@ def test_ranks_give_the_single_process_curve(
     agree(single, curve(path, name))
 
 
+def test_torchrun_starts_the_ranks_too(path: Path, single: list[tuple[float, float, int, int]]) -> None:
+    run(path, "name=torchrun", "parallel.fsdp=2", launcher=["torch.distributed.run", "--nproc-per-node", "2", "-m"])
+    agree(single, curve(path, "torchrun"))
+
+
 def test_a_planted_mean_over_ranks_would_be_caught(single: list[tuple[float, float, int, int]]) -> None:
     halved = [(loss / 2, norm, tokens, trained) for loss, norm, tokens, trained in single]
     with pytest.raises(AssertionError):

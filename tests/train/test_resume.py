@@ -109,10 +109,10 @@ def test_other_data_or_length_is_refused_with_the_difference(tmp_path: Path) -> 
     path = run_file(tmp_path, train={"steps": 3})
     run(path)
     refused = run(path, "data.seq_len=100", expect=2)
-    assert "data.seq_len: 128 → 100" in refused.stderr and "Traceback" not in refused.stderr
+    assert "data.seq_len: 128 → 100" in refused.err and "Traceback" not in refused.err
     make_chats(tmp_path / "chats.jsonl", count=61, seed=1)
     refused = run(path, expect=2)
-    assert "content of data source 0" in refused.stderr
+    assert "content of data source 0" in refused.err
     before = len(history(path).sessions)
     run(path, "checkpoint.allow=[content of data source 0, documents of data source 0, data]", expect=0)
     assert any("allowed to differ" in note for note in history(path).sessions[before].start.facts.get("notes", []))

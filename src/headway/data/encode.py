@@ -59,7 +59,9 @@ class FastEncoder:
         self._widths = Widths.of(self.backend)
 
     def encode(self, documents: Sequence[Document]) -> list[Encoded | BadRecord]:
-        encodings = self.backend.encode_batch([p for d in documents for p in d.pieces], add_special_tokens=False)
+        # Without offsets the library is about a sixth faster; with known widths they are not needed.
+        batch = self.backend.encode_batch_fast if self._widths else self.backend.encode_batch
+        encodings = batch([p for d in documents for p in d.pieces], add_special_tokens=False)
         flat = Flat(documents, encodings, self.dtype)
         edges = self._edges(documents, encodings, flat)
         mask = flat.mask(documents, edges)
@@ -77,22 +79,21 @@ class FastEncoder:
 
     def _edges(self, documents: Sequence[Document], encodings: list[Any], flat: Flat) -> np.ndarray:
         """Token index of each span's start and stop, document after document [2 * spans]; INSIDE if inside a token."""
-        edges, known = (
-            self._widths.edges(documents, flat) if self._widths else (None, np.zeros(len(documents), dtype=bool))
-        )
-        if edges is not None and known.all():
-            return edges
-        result, at, piece = [], 0, 0
-        for number, document in enumerate(documents):
-            count, pieces = 2 * len(document.spans), len(document.pieces)
-            if edges is not None and known[number]:
-                result += edges[at : at + count].tolist()
-            else:
-                first = int(flat.text_starts[number])
-                result += _edges_by_offset(document, encodings[piece : piece + pieces], first)
-            at += count
-            piece += pieces
-        return np.array(result, dtype=np.int64)
+        if self._widths is None:
+            result, piece = [], 0
+            for document, first in zip(documents, flat.text_starts.tolist(), strict=True):
+                own = encodings[piece : piece + len(document.pieces)]
+                piece += len(own)
+                result += _edges_by_offset(document, own, first)
+            return np.array(result, dtype=np.int64)
+        edges, known = self._widths.edges(documents, flat)
+        if not known.all():
+            bounds = np.cumsum([0, *(2 * len(document.spans) for document in documents)])
+            for number in np.flatnonzero(~known).tolist():
+                document, first = documents[number], int(flat.text_starts[number])
+                own = self.backend.encode_batch(document.pieces, add_special_tokens=False)
+                edges[bounds[number] : bounds[number + 1]] = _edges_by_offset(document, own, first)
+        return edges
 
     def _cut(self, document: Document, edges: np.ndarray, whole: np.ndarray) -> Encoded | BadRecord:
         """The document tokenised again, cut at the edges that fall inside a token."""

@@ -74,9 +74,10 @@ class Feeder:
     def close(self) -> None:
         """Stop reading ahead and wait for the threads. Batches not yet taken are discarded; may be called again."""
         self._closing.set()
-        for thread in (self._thread, self._planner):
-            if thread is not None:
-                thread.join()
+        self._thread.join()
+        # Only now: until the thread has ended it may still start a planner.
+        if self._planner is not None:
+            self._planner.join()
 
     def _run(self, position: Position) -> None:
         try:

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -164,22 +165,26 @@ def _totals(mine: np.ndarray, lengths: np.ndarray, trained: np.ndarray, rejected
 # -- in a worker process ---------------------------------------------------------------------------------------------
 
 _here: tuple[Recipe, Converter] | None = None
+_thread: ThreadPoolExecutor | None = None
 
 
 def start_worker(recipe: Recipe, parent: int) -> None:
     """Set a worker process up. It tokenises on one core, leaves Ctrl-C to its parent, and ends when that is gone."""
-    global _here
+    global _here, _thread
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.freeze()  # else a collection writes to, and so copies, every page inherited from the parent
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _here = recipe, recipe.converter()
+    # A thread of its own, because it brings a memory arena of its own: on the main thread's, which the interpreter has
+    # left full of holes, the tokenizer's many small allocations took 10 to 25 % longer.
+    _thread = ThreadPoolExecutor(1)
 
 
 def work(unit: Unit) -> UnitRecord:
     """Do one unit in a worker process."""
-    assert _here is not None
-    return do_unit(*_here, unit)
+    assert _here is not None and _thread is not None
+    return _thread.submit(do_unit, *_here, unit).result()
 
 
 def _end_with(parent: int) -> None:

@@ -1,0 +1,192 @@
+"""Every command as a user calls it: what it prints, its exit code, one line for a mistake and never a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headway.cli.main import main
+from tiny import config, make_chats, make_tokenizer, run_file
+
+
+def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main([str(argument) for argument in arguments])
+    told = capsys.readouterr()
+    assert "Traceback" not in told.err + told.out
+    return int(end.value.code or 0), told.out, told.err
+
+
+@pytest.fixture
+def trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    path = run_file(tmp_path, train={"steps": 4}, eval={"holdout": 4}, checkpoint={"every": 2})
+    assert call(capsys, "train", path)[0] == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["", "train", "data", "data prepare", "data inspect", "checkpoint", "checkpoint list", "checkpoint verify", "checkpoint export", "report", "doctor", "bench", "bench peak", "bench data", "bench packing"],
+)  # fmt: skip
+def test_help_is_there_and_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    code, out, _ = call(capsys, *command.split(), "--help")
+    assert code == 0 and "Usage" in out
+    if command.count(" ") == 1 or command in ("", "train", "report", "doctor"):
+        assert "Example: headway" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "train"),
+        (["train"], "RUN.yaml"),
+        (["train", "none.yaml"], "no such run file"),
+        (["report", "nowhere"], "no such folder"),
+        (["checkpoint", "list", "nowhere"], "no such folder"),
+        (["data", "inspect", "nowhere"], "nowhere"),
+        (["data", "prepare", "nowhere.jsonl", "--tokenizer", "t", "--out", "o"], "nowhere.jsonl"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = call(capsys, *arguments)
+    assert code == 2 and said in err
+
+
+def test_prepare_and_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tokenizer, chats = make_tokenizer(tmp_path / "tok"), make_chats(tmp_path / "chats.jsonl", count=12)
+    with chats.open("a") as file:
+        file.write('{"nonsense": 1}\n')
+    shards = tmp_path / "shards"
+    arguments = ["data", "prepare", chats, "--tokenizer", tokenizer, "--out", shards, "--max-bad", "0.2"]
+    code, out, _ = call(capsys, *arguments)
+    assert code == 0 and "messages, 12 documents, 1 rejected" in out
+    assert json.loads((shards / "rejected.jsonl").read_text())["line"] == 13
+    code, out, _ = call(capsys, *arguments, "--json")
+    record = json.loads(out)
+    assert record["reused"] and record["documents"] == 12 and record["rejected"] == 1
+    code, out, _ = call(capsys, "data", "inspect", shards, "--show", "2", "--seq-len", "20")
+    assert code == 0 and "⟦" in out and "<|im_end|>⟧" in out, "the end token is trained"
+    assert "⟦<|im_start|>" not in out, "the role header is not"
+    assert "longer than 20" in out
+
+
+def test_train_resume_report_and_checkpoints(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = trained.parent / "runs" / "tiny"
+    code, out, _ = call(capsys, "report", run, "--json")
+    facts = json.loads(out)
+    assert code == 0 and (run / "report.html").is_file()
+    assert sum(facts["run"]["parts"].values()) == facts["run"]["wall_ns"] if "run" in facts else facts
+    code, out, _ = call(capsys, "checkpoint", "list", run, "--json")
+    listed = json.loads(out)
+    assert [row["step"] for row in listed] == [2, 4] and listed[0]["optimizer_bytes"] > listed[0]["model_bytes"]
+    assert call(capsys, "checkpoint", "verify", run)[0] == 0
+    code, out, _ = call(capsys, "checkpoint", "export", run, tmp_path / "model", "--step", "2")
+    assert code == 0 and (tmp_path / "model" / "model.safetensors").is_file()
+    code, _, err = call(capsys, "checkpoint", "export", run, tmp_path / "model")
+    assert code == 2 and "exists" in err
+    code, _, err = call(capsys, "checkpoint", "export", run, tmp_path / "other", "--step", "3")
+    assert code == 2 and "no checkpoint of step 3; there are: 2, 4" in err
+
+
+def test_a_flipped_bit_is_bad_news(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained.parent / "runs" / "tiny"
+    shard = sorted(run.glob("checkpoints/step-00000004*/*.distcp"))[0]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    code, out, _ = call(capsys, "checkpoint", "verify", run)
+    assert code == 1 and shard.name in out
+    code, out, _ = call(capsys, "train", trained)
+    assert code == 0 and "newer checkpoint not used" in out, "the run goes on from the older one and says why"
+
+
+def test_the_trained_model_loads_in_transformers(trained: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = trained.parent / "runs" / "tiny" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "the cat"}], return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        assert model(**ids).logits.isfinite().all()
+    assert tokenizer.chat_template
+
+
+def test_show_prints_a_loadable_run_file_and_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_file(tmp_path)
+    code, out, _ = call(capsys, "train", path, "--show", "data.seq_len=99")
+    assert code == 0 and yaml.safe_load(out)["data"]["seq_len"] == 99
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.seqlen=4"], "data.seq_len"),
+        (["parallel.fsdp=2", "parallel.ranks=3"], "must be equal"),
+        (["schedule.warmup=50"], "schedule.warmup"),
+        (["data.overlong=drop", "data.seq_len=2"], "data.seq_len"),
+        (["eval.holdout=1000"], "eval.holdout"),
+        (["model.lora={targets: [no_such]}"], "no_such"),
+        (["model.attention=flash"], "model.attention"),
+        (["device=cuda"], "no GPU"),
+    ],
+)
+def test_bad_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], said: str) -> None:
+    code, _, err = call(capsys, "train", run_file(tmp_path), *overrides)
+    assert code == 2 and said in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_vocabulary_larger_than_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_file(tmp_path, model={"config": config(vocab_size=200)})
+    code, _, err = call(capsys, "train", path)
+    assert code == 2 and "beyond the model's vocabulary of 200" in err and "chats.jsonl:" in err
+
+
+def test_half_set_rank_variables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    code, _, err = call(capsys, "train", run_file(tmp_path))
+    assert code == 2 and "WORLD_SIZE" in err
+
+
+def test_one_sample_and_an_empty_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = run_file(tmp_path, train={"steps": 2, "global_batch_sequences": 4})
+    make_chats(tmp_path / "chats.jsonl", count=1)
+    assert call(capsys, "train", path)[0] == 0
+    (tmp_path / "chats.jsonl").write_text("")
+    code, _, err = call(capsys, "train", path, "name=empty")
+    assert code == 2 and "chats.jsonl" in err
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = call(capsys, "doctor", "--json", "--out", tmp_path)
+    assert code == 0 and {"torch", "matmul", "peak", "disk"} <= {item["check"] for item in json.loads(out)}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"lora": {"rank": 4}}},
+        {"optim": {"name": "muon"}},
+        {"model": {"recompute": "full"}, "data": {"pack": "none", "rows": 3, "slots": None}},
+        {"train": {"loss": {"z_loss": 1e-4, "label_smoothing": 0.1}}},
+        {"preset": "naive"},
+        {"preset": "fast"},
+    ],
+)
+def test_other_ways_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object]) -> None:
+    path = run_file(tmp_path, **changes)  # type: ignore[arg-type]
+    code, out, _ = call(capsys, "train", path, "train.steps=3", "log.quiet=false")
+    assert code == 0 and "step 3/3" in out
+    folder = path.parent / "runs" / "tiny"
+    assert (folder / "model" / "config.json").is_file()
+    if "lora" in json.dumps(changes):
+        assert (folder / "model-adapter" / "adapter_config.json").is_file()
