@@ -75,11 +75,9 @@ class DataBench:
 
     def lines(self) -> list[str]:
         """The result for the terminal."""
-        rounds = len(self.alone.wall)
-        result = [
-            f"{self.documents} documents, {self.text_bytes / 1e6:.1f} MB of text, {self.tokens} tokens, {rounds} rounds,"
-            f" {self.workers} cores; throughput of prepare / tokenizers alone, smallest, median, largest:"
-        ]
+        size = f"{self.documents} documents, {self.text_bytes / 1e6:.1f} MB of text, {self.tokens} tokens"
+        rounds = f"{len(self.alone.wall)} rounds on {self.workers} cores"
+        result = [f"{size}, {rounds}; prepare / tokenizers alone, smallest, median, largest:"]
         for name, (low, middle, high) in (("by the clock", self.ratios), ("per core-second", self.core_ratios)):
             result.append(f"  {name}: {low:.1%}  {middle:.1%}  {high:.1%}")
         for name, times in (("tokenizers alone", self.alone), ("prepare", self.prepare)):

@@ -96,6 +96,8 @@ def _print_table(rows: list[dict[str, Any]], empty: str) -> None:
         table.add_column(name, justify="right" if name not in ("checkpoint", "created (UTC)", "state") else "left")
     for row in rows:
         sizes = [fmt.size(row.get(key)) for key in ("bytes", "model_bytes", "optimizer_bytes", "rest_bytes")]
-        state = "; ".join(row["problems"]) or row["state"]
-        table.add_row(row["checkpoint"], *sizes, str(row["ranks"]), row["created"], state)
+        table.add_row(row["checkpoint"], *sizes, str(row["ranks"]), row["created"], row["state"])
     make_console().print(table)
+    for row in rows:
+        for problem in row["problems"]:
+            print(f"{row['checkpoint']}: {problem}")

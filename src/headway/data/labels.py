@@ -7,10 +7,10 @@ the model something else than use does, and `Disagreement` says what.
 
 Rendering every prefix costs time quadratic in the number of turns. `Labeller` therefore first looks for the turns in
 one rendering: if the generation prompt occurs exactly once per assistant turn, and each occurrence is followed by the
-turn's content and the end token, then these are the only places where the prefixes can end. What that does not show,
-that earlier turns are rendered alike when fewer turns follow, is compared in full for the first conversations of each
-shape (system turn, tools, roles, several turns) and for every 128th after them. Whatever is not so plain (reasoning,
-tool calls, trimmed or marked-up content) always takes the full comparison.
+turn's content (or that content trimmed) and the end token, then these are the only places where the prefixes can end.
+What that does not show, that earlier turns are rendered alike when fewer turns follow, is compared in full for the
+first conversations of each shape (system turn, tools, roles, several turns) and for every 128th after them. Whatever is
+not so plain (reasoning, tool calls, marked-up content) always takes the full comparison.
 """
 
 from __future__ import annotations
@@ -61,14 +61,16 @@ class Labeller:
     added_tokens: Iterable[str]
     labels: Literal["all", "last"] = "all"
     notes: Counter[str] = field(default_factory=Counter)
-    prompt: str = ""
-    end: str = ""
+    prompt: str = field(init=False, default="")  # what makes the assistant speak, e.g. <|im_start|>assistant\n
+    lead: str = field(init=False, default="")  # between that and the content, mostly nothing
+    close: str = field(init=False, default="")  # from the content's end to the end of the end token
+    end: str = field(init=False, default="")  # the end token
 
     def __post_init__(self) -> None:
         longest_first = sorted(set(self.added_tokens), key=len, reverse=True)
         self._added = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._seen: Counter[tuple] = Counter()
-        self.prompt, self.end = self._probe()
+        self._probe()
 
     @property
     def source(self) -> str:
@@ -115,9 +117,9 @@ class Labeller:
 
     def look_for_turns(self, messages: list[Message], text: str, turns: list[int]) -> list[Span] | None:
         """The span of every assistant turn, when one rendering shows them beyond doubt; else None."""
-        prompt, end = self.prompt, self.end
+        prompt = self.prompt
         # "</think" marks templates' favourite thing to strip from earlier turns.
-        if not prompt or not end or text.count(prompt) != len(turns) or "</think" in text or turns[:1] == [0]:
+        if not prompt or not self.end or "</think" in text or text.count(prompt) != len(turns) or turns[:1] == [0]:
             return None
         spans: list[Span] = []
         at = 0
@@ -126,10 +128,12 @@ class Labeller:
             if len(message) != 2:  # more than role and content: reasoning, tool calls, a name
                 return None
             start = text.index(prompt, at) + len(prompt)
-            at = start + len(message["content"])
-            if not text.startswith(message["content"], start) or not text.startswith(end, at):
-                return None
-            at += len(end)
+            answer = f"{self.lead}{message['content']}{self.close}"
+            if not text.startswith(answer, start):
+                answer = f"{self.lead}{message['content'].strip()}{self.close}"
+                if not text.startswith(answer, start):
+                    return None
+            at = start + len(answer)
             spans.append((start, at))
         return spans
 
@@ -213,19 +217,29 @@ class Labeller:
 
     # -- probe ---------------------------------------------------------------------------------------------------
 
-    def _probe(self) -> tuple[str, str]:
-        """The generation prompt and the end token, from a conversation of one letter each; "" for what is not found."""
+    def _probe(self) -> None:
+        """Find the generation prompt and the end token, from a conversation of one letter each.
+
+        What is not found stays "": then every conversation is compared in full.
+        """
         asked: list[Message] = [{"role": "user", "content": "x"}]
         try:
             plain = self.template.render(asked, None)
             prompted = self.template.render(asked, None, prompt=True)
             answered = self.template.render([*asked, {"role": "assistant", "content": "y"}], None)
         except BadRecord:
-            return "", ""  # a template that wants a system turn, say; every conversation is then compared in full
-        prompt = prompted[len(plain) :] if prompted.startswith(plain) else ""
-        at = answered.rfind("y", len(prompted))
-        end = self._added.search(answered, at + 1) if at >= 0 else None
-        return prompt, end.group() if end else ""
+            return  # a template that wants a system turn, say
+        if prompted.startswith(plain):
+            self.prompt = prompted[len(plain) :]
+        # Without a generation prompt, what ends the user's turn makes the assistant speak.
+        self.prompt = self.prompt or prompted[prompted.rfind("x") + 1 :]
+        at = answered.find("y", len(prompted))
+        if at < 0 or not answered.startswith(prompted):
+            return
+        self.lead = answered[len(prompted) : at]
+        end = self._added.search(answered, at + 1)
+        if end:
+            self.end, self.close = end.group(), answered[at + 1 : end.end()]
 
 
 def _some(items: list) -> list:
