@@ -116,3 +116,14 @@ def test_other_data_or_length_is_refused_with_the_difference(tmp_path: Path) -> 
     before = len(history(path).sessions)
     run(path, "checkpoint.allow=[content of data source 0, documents of data source 0, data]", expect=0)
     assert any("allowed to differ" in note for note in history(path).sessions[before].start.facts.get("notes", []))
+
+
+def test_a_finished_run_has_nothing_left_and_loses_nothing(tmp_path: Path) -> None:
+    path = run_file(tmp_path, train={"steps": 2}, eval={"holdout": 4, "every": 1})
+    run(path)
+    told = history(path)
+    assert [line.step for line in told.evals] == [1, 2], "once a step, also at the end"
+    run(path)
+    again = history(path)
+    assert losses(path) == [line.loss.hex() for line in told.kept if line.loss is not None]
+    assert len(again.sessions) == 2 and not again.lost

@@ -57,6 +57,7 @@ class Run:
     position: Position = field(default_factory=Position)
     _batches: Iterator[Fed] = field(init=False)
     _saved_step: int = -1
+    _evaluated_step: int = -1
 
     @property
     def clock(self) -> StepClock:
@@ -125,9 +126,10 @@ class Run:
         return self.evaluator is not None and every is not None and self.step % every == 0
 
     def evaluate(self) -> None:
-        """Evaluates and tells the result; the time is the run's, not the step's."""
-        if self.evaluator is None:
+        """Evaluates and tells the result, once a step; the time is the run's, not the step's."""
+        if self.evaluator is None or self._evaluated_step == self.step:
             return
+        self._evaluated_step = self.step
         self._end_step()
         with self.run_clock.phase("evaluation"):
             found = self.evaluator.run(self.learner.replicas)
