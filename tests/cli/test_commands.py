@@ -191,3 +191,17 @@ def test_other_ways_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str],
     assert (folder / "model" / "config.json").is_file()
     if "lora" in json.dumps(changes):
         assert (folder / "model-adapter" / "adapter_config.json").is_file()
+
+
+def test_two_trainings_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from headway.guard.folder_lock import FolderLock
+
+    path = run_file(tmp_path)
+    folder = tmp_path / "runs" / "tiny"
+    folder.mkdir(parents=True)
+    other = FolderLock(folder)
+    other.acquire()
+    code, _, err = call(capsys, "train", path)
+    assert code == 2 and "another training runs in this folder" in err
+    other.release()
+    assert call(capsys, "train", path, "train.steps=1")[0] == 0

@@ -24,6 +24,7 @@ from headway.data.view import View
 from headway.data.vocabulary import check_vocabulary
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.environment import collect_environment
+from headway.guard.folder_lock import FolderLock
 from headway.guard.process_group import control, init_process_group
 from headway.guard.ranks import RankEnv
 from headway.guard.signals import StopRequest
@@ -76,12 +77,12 @@ def build_run(
     Raises:
         UserError: anything wrong with the run file, the data, the model, the machine or the checkpoint.
     """
-    stop = StopRequest()
+    lock = FolderLock(config.folder)
     try:
         with run_clock.phase("startup.launch"):
-            return _build(config, rank_env, run_clock, observers, say, stop)
+            return _build(config, rank_env, run_clock, observers, say, lock)
     except BaseException:
-        stop.close()
+        lock.release()
         raise
 
 
@@ -91,10 +92,11 @@ def _build(
     run_clock: RunClock,
     observers: Callable[[], Sequence[Observer]],
     say: Say,
-    stop: StopRequest,
+    lock: FolderLock,
 ) -> Run:
     place = _find_place(config, rank_env)
     folder = RunFolder(config.folder).create()
+    control().on_main(lock.acquire, UserError, (UserError, OSError))
     store = CheckpointStore(folder.checkpoints, resuming.run_id(folder))
     control().on_main(store.sweep, UserError, (OSError,))
     ref = resuming.find_checkpoint(config, store)
@@ -111,6 +113,7 @@ def _build(
         state = resuming.resume(config, store, ref, replicas, optimizers, identity)
     for note in state.notes:
         say(note)
+    evaluator = _evaluator(config, view, place)
     peak = _peak(config, place)
     session = resuming.next_session(folder)
     clock = StepClock(place.device.type)
@@ -139,10 +142,12 @@ def _build(
         reporter=reporter,
         run_clock=run_clock,
         store=store,
-        stop=stop,
+        lock=lock,
+        # Last: until here a signal ends the process at once, since there is nothing to save.
+        stop=StopRequest(),
         identity=identity,
         export=lambda: export_live(config, model, folder.final_model),
-        evaluator=_evaluator(config, view, place),
+        evaluator=evaluator,
         step=state.step,
         position=state.position,
     )

@@ -16,6 +16,7 @@ from headway.config.run import RunConfig
 from headway.data.feed import Fed, Feeder
 from headway.data.global_batch import Position
 from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
+from headway.guard.folder_lock import FolderLock
 from headway.guard.process_group import is_main
 from headway.guard.rng import rng_state
 from headway.guard.signals import StopRequest, agree_to_stop
@@ -49,6 +50,7 @@ class Run:
     reporter: Reporter
     run_clock: RunClock
     store: CheckpointStore
+    lock: FolderLock
     stop: StopRequest
     identity: dict[str, Any]
     export: Callable[[], None]
@@ -230,6 +232,7 @@ class Run:
             observer.close()
         self.reporter.rank_file.close()
         self.stop.close()
+        self.lock.release()
         gc.unfreeze()
         gc.enable()
 
