@@ -21,7 +21,7 @@ from data.chat_material import (
     reference_mask,
     reference_spans,
 )
-from headway.data.encode import Document, Encoded
+from headway.data.encode import Document, Encoded, FastEncoder, Flat
 from headway.data.tokenizer import make_encoder, take_apart
 from headway.data.turns import BadRecord
 
@@ -95,6 +95,8 @@ def test_tokenizers_with_character_offsets(prefix: str, seed: int) -> None:
         assert "cannot be cut there" in str(result) and prefix != "never"
         return
     text = document.pieces[0]
+    whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(result.ids.tolist()) == tokenizer.decode(whole)  # no space came in where it was cut
     answers = "".join(text[a:b] for a, b in document.spans)
     shown = tokenizer.decode(result.ids[result.mask == 1], skip_special_tokens=False)
     assert "".join(shown.split()) == "".join(tokenizer.decode(tokenizer(answers)["input_ids"]).split())
@@ -112,6 +114,31 @@ def test_widths_and_offsets_find_the_same_edges(seed: int) -> None:
     fast._widths = None  # type: ignore[attr-defined]
     for one, other in zip(by_width, fast.encode(documents), strict=True):
         assert np.array_equal(one.ids, other.ids) and np.array_equal(one.mask, other.mask) and one.cut == other.cut  # type: ignore[union-attr]
+
+
+def test_widths_are_known_for_every_text_of_a_byte_level_tokenizer() -> None:
+    """Else all documents would quietly take the slower way, and the test above would compare it with itself."""
+    tokenizer = byte_level(CHATML)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<｜end▁of▁sentence｜>"]})
+    info = take_apart(tokenizer)
+    documents = [labelled(tokenizer, conversation(random.Random(s), edges=True), "<|im_end|>") for s in range(40)]
+    documents.append(Document(["été<｜end▁of▁sentence｜>你好", "🙂"], [(3, 22), (24, 25)]))
+    encoder = make_encoder(info)
+    assert isinstance(encoder, FastEncoder) and encoder._widths
+    encodings = encoder.backend.encode_batch([p for d in documents for p in d.pieces], add_special_tokens=False)
+    _edges, known = encoder._widths.edges(documents, Flat(documents, encodings, info.dtype))
+    assert known.all()
+    (result,) = encoder.encode(documents[-1:])
+    assert isinstance(result, Encoded)
+    assert tokenizer.decode(result.ids[result.mask == 1]) == "<｜end▁of▁sentence｜>🙂"
+
+
+def test_lengths_that_nfc_changes_and_changes_back_do_not_deceive() -> None:
+    # Three letters lose a byte each, one letter gains three: the sum is right and every edge between is not.
+    before, after = "e\u0301" * 3, "\u0958"
+    (result,) = encode(NFC, Document([before + after], [(len(before), len(before) + 1)]))
+    assert isinstance(result, Encoded)
+    assert NFC.decode(result.ids[result.mask == 1]) == "\u0915\u093c"
 
 
 def test_a_text_that_nfc_changes_is_left_to_the_offsets() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiny import make_chats, run_file
+from tiny import config, make_chats, run_file
 from train.running import history, run
 
 
@@ -68,3 +68,20 @@ def test_three_ranks_and_ten_documents_hang_nothing(tmp_path: Path) -> None:
     agree(curve(path, "one"), curve(path, "three"))
     ranks = sorted((tmp_path / "runs" / "three" / "ranks").iterdir())
     assert len(ranks) == 3 and len({len(rank.read_text().splitlines()) for rank in ranks}) == 1
+
+
+def test_experts_that_see_no_token_hang_nothing(tmp_path: Path) -> None:
+    # P34: 16 experts and a few tokens a rank: some expert sees none on one rank and some on the other.
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 16,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        "norm_topk_prob": True,
+    }
+    path = run_file(tmp_path, model={"config": config(**experts)}, train={"steps": 3, "global_batch_sequences": 2})
+    make_chats(tmp_path / "chats.jsonl", count=6, longest=3)
+    run(path, "name=one")
+    run(path, "name=two", "parallel.ranks=2", "parallel.replicate=2", "parallel.fsdp=1")
+    agree(curve(path, "one"), curve(path, "two"))

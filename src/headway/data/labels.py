@@ -147,8 +147,6 @@ class Labeller:
         if turn == 0:
             return self._opening(text, messages)
         before = self.template.render(messages[:turn], tools, prompt=True)
-        if not text.startswith(before):
-            raise Disagreement(_difference(turn, before, text))
         upto = self.template.render(messages[: turn + 1], tools) if turn + 1 < len(messages) else text
         if not upto.startswith(before):
             raise Disagreement(_difference(turn, before, upto))
