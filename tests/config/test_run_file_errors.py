@@ -100,7 +100,7 @@ def test_wrong_values_name_their_line() -> None:
         "run.yaml:4: data.seq_len: given long; allowed: a whole number ≥ 2"
     )
     text = LEAST.replace("[a.jsonl]", "\n  - a.jsonl\n  - path: b\n    weight: 0")
-    assert refusal(text=text) == "run.yaml:6: data.sources[1].weight: given 0; allowed: a number > 0"
+    assert refusal(text=text) == "run.yaml:6: data.sources[1].weight: given 0; allowed: a number > 0, ≤ 1000"
 
 
 def test_the_line_is_the_value_s_own_and_not_its_section_s() -> None:

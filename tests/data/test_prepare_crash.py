@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import random
@@ -246,6 +247,22 @@ def test_a_lock_file_left_behind_holds_nobody_up(tmp_path: Path) -> None:
     with only_writer(out):
         assert out.with_name(".s.lock").exists()
     assert not out.with_name(".s.lock").exists()
+
+
+def test_a_lock_on_a_file_that_was_removed_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last holder removes the file just between our opening and our locking it."""
+    out, lock, real = tmp_path / "s", tmp_path / ".s.lock", fcntl.flock
+    removed: list[int] = []
+
+    def flock(descriptor: int, how: int) -> None:
+        if not removed:
+            removed.append(1)
+            lock.unlink()
+        real(descriptor, how)
+
+    monkeypatch.setattr("headway.data.folder.fcntl.flock", flock)
+    with only_writer(out), lock.open() as other, pytest.raises(BlockingIOError):
+        real(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 # -- no space ----------------------------------------------------------------------------------------------------------

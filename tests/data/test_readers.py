@@ -20,6 +20,7 @@ from headway.data import readers
 from headway.data.chunks import records
 from headway.data.readers import FileReader
 from headway.data.sources import Source, expand
+from headway.data.streams import Filled
 from headway.data.turns import BadRecord
 
 RECORDS = [{"text": t} for t in ["a", "b\n\u2028c", "é" * 50, "x" * 3000, "", '\u0085 \\ "', "🙂"]]
@@ -111,6 +112,27 @@ def test_json_is_cut_between_records(
     path.write_text("[" + " ,\n".join(texts) + "]\n" if array else "\n".join(texts))
     found, _ = read(path, target, fmt="text")
     assert [record for _, record in found] == values
+
+
+def test_a_number_is_not_cut_where_a_read_ends(tmp_path: Path) -> None:
+    padding = " " * ((1 << 16) - 3)
+    (tmp_path / "f.json").write_text(f'[{padding}1234, {{"text": "a"}}]')
+    assert [r for _, r in read(tmp_path / "f.json", fmt="text")[0]] == [1234, {"text": "a"}]
+
+
+@given(data=st.binary(max_size=60), at_once=st.integers(1, 9), sizes=st.lists(st.integers(1, 20), max_size=8))
+def test_reads_are_full_however_little_a_decompressor_hands_out(data: bytes, at_once: int, sizes: list[int]) -> None:
+    class Dribble:
+        left = data
+
+        def read(self, size: int = -1, /) -> bytes:
+            out, self.left = self.left[:at_once], self.left[at_once:]
+            return out
+
+    stream, at = Filled(Dribble()), 0
+    for size in sizes:
+        assert stream.read(size) == data[at : at + size]
+        at += size
 
 
 def test_one_pretty_object_and_objects_in_a_row(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,7 +98,7 @@ def _print_table(rows: list[dict[str, Any]], empty: str) -> None:
     for row in rows:
         sizes = [fmt.size(row.get(key)) for key in ("bytes", "model_bytes", "optimizer_bytes", "rest_bytes")]
         table.add_row(row["checkpoint"], *sizes, str(row["ranks"]), row["created"], row["state"])
-    make_console().print(table)
+    make_console(width=None if sys.stdout.isatty() else 140).print(table)
     for row in rows:
         for problem in row["problems"]:
             print(f"{row['checkpoint']}: {problem}")

@@ -71,6 +71,11 @@ def _run(arguments: list[str], debug: bool) -> int:
         # The reader of our output (head, less) has seen enough.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if debug:
+            raise
+        print(f"headway: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        return BAD_NEWS
 
 
 if __name__ == "__main__":

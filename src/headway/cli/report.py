@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -26,7 +27,12 @@ def report(
     from headway.watch.summary import read_summary
 
     summary = read_summary(RunFolder.open(run_dir))
-    written = write_report(run_dir) if html else None
+    written = None
+    if html:
+        try:
+            written = write_report(run_dir)
+        except OSError as error:
+            print(f"headway: report.html is not written: {error}", file=sys.stderr)
     if json:
         print_json(summary.to_dict())
         return

@@ -42,7 +42,10 @@ def train(
         ranks = _ranks_to_start(config)
         if ranks > 1:
             return _launch(config, ranks)
-    return _train_here(config, rank_env, json)
+    from headway.watch.console import outliving_readers
+
+    with outliving_readers():
+        return _train_here(config, rank_env, json)
 
 
 def _show(loaded: object, json: bool) -> int:

@@ -26,6 +26,7 @@ class Source(Section):
     weight: float = Field(
         default=1.0,
         gt=0,
+        le=1000,
         description="How often each document of this source is seen per epoch: 2 is twice, 0.5 is half of "
         "them and the other half in the next epoch; 1 sees every document once.",
         json_schema_extra=marks(identity=True),

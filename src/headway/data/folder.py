@@ -62,11 +62,18 @@ def _locked(path: Path, out: Path) -> int:
             time.sleep(0.1)
             continue
         # The last holder may have removed the file between our opening and our locking it.
-        if path.exists() and os.fstat(descriptor).st_ino == path.stat().st_ino:
+        if _is_at(path, descriptor):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
             return descriptor
         os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def check_target(out: Path) -> bool:

@@ -238,7 +238,8 @@ def _check_space(root: Path, flat: Flat, ranks: int) -> None:
     free = shutil.disk_usage(root).free
     if free < need:
         raise CheckpointFailed(
-            f"too little space for a checkpoint in {root}: about {need / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB free"
+            f"too little space for a checkpoint in {root}: about {need / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB "
+            "free; make room, or set `out` elsewhere"
         )
 
 

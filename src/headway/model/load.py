@@ -157,10 +157,17 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel)
         )
 
 
-def _load_weights(path: str | os.PathLike[str], dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def check_model_folder(path: str | os.PathLike[str] | None) -> None:
+    """UserError for a model folder that is missing or has no weights; before hours of tokenising rather than after."""
+    if path is None:
+        return
     _check_folder(path, "model.path")
     if Path(path).is_dir():
         _check_weights(Path(path))
+
+
+def _load_weights(path: str | os.PathLike[str], dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    check_model_folder(path)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, use_safetensors=True, trust_remote_code=trust_remote_code, output_loading_info=True

@@ -63,7 +63,8 @@ class RunFolder:
 
     def ranks(self) -> dict[int, Path]:
         """The per-rank files that exist, by rank."""
-        return {int(path.stem): path for path in sorted((self.root / "ranks").glob("[0-9]*.jsonl"))}
+        found = sorted((self.root / "ranks").glob("[0-9]*.jsonl"))
+        return {int(path.stem): path for path in found if path.stem.isdigit()}
 
     def create(self) -> RunFolder:
         try:

@@ -29,6 +29,7 @@ from headway.guard.process_group import control, init_process_group
 from headway.guard.ranks import RankEnv
 from headway.guard.signals import StopRequest
 from headway.model.isolation import prove_isolation
+from headway.model.load import check_model_folder
 from headway.parallel.device import Device, choose_device
 from headway.parallel.mesh import Layout, build_mesh
 from headway.parallel.wrap import Replicas, transformer_blocks, wrap
@@ -96,6 +97,9 @@ def _build(
 ) -> Run:
     place = _find_place(config, rank_env)
     folder = RunFolder(config.folder).create()
+    if folder.final_model.is_file() or config.folder.resolve() == config.shards.resolve():
+        raise UserError(f"{folder.root}: the run folder holds other things under our names; set another name")
+    check_model_folder(config.model.path)
     control().on_main(lock.acquire, UserError, (UserError, OSError))
     store = CheckpointStore(folder.checkpoints, resuming.run_id(folder))
     control().on_main(store.sweep, UserError, (OSError,))
@@ -106,7 +110,7 @@ def _build(
         _check_schedule(config, steps)
     with run_clock.phase("startup.model"):
         model, replicas, optimizers = _model(config, place, view, say)
-    identity = resuming.run_identity(config, stream, model.config.to_dict())
+    identity = resuming.run_identity(config, stream, model.config.to_dict(), model.base_digest)
     with run_clock.phase("startup.model" if ref is None else "downtime.reload"):
         # Dropout must differ between ranks; a resume then restores each rank's own generators.
         torch.manual_seed(config.seed + place.rank)
@@ -147,6 +151,7 @@ def _build(
         stop=StopRequest(),
         identity=identity,
         export=lambda: export_live(config, model, folder.final_model),
+        exported=folder.final_model,
         evaluator=evaluator,
         step=state.step,
         position=state.position,

@@ -11,7 +11,7 @@ from headway.config.data import Source
 from headway.config.run import RunConfig
 from headway.data.prepare import PrepareOptions, prepare
 from headway.data.report_text import report_lines
-from headway.data.store import is_store, open_store
+from headway.data.store import ShardFolder, is_store, open_store
 from headway.data.stream import Stream, StreamOptions
 from headway.data.view import View, ViewOptions, Weighted
 
@@ -19,11 +19,17 @@ Say = Callable[[str], None]
 
 
 def prepare_sources(config: RunConfig, say: Say) -> None:
-    """Prepares every source (training and evaluation) that is not prepared yet, and says what it found."""
+    """Prepares every source (training and evaluation) that is not prepared yet; verifies every shard by its hash."""
     raw = [source for source in _all_sources(config) if not is_store(source.path)]
-    if not raw:
-        return
-    if config.model.tokenizer is None:
+    _tokenise(config, raw, say)
+    for weighted in open_sources(config, _all_sources(config)):
+        if isinstance(weighted.store, ShardFolder):
+            # A flipped bit would train without a word; hashing costs a second a gigabyte, once a start.
+            weighted.store.verify()
+
+
+def _tokenise(config: RunConfig, raw: Sequence[Source], say: Say) -> None:
+    if raw and config.model.tokenizer is None:
         raise UserError(f"model.tokenizer is not given, and {raw[0].path} must be tokenised; name a tokenizer's folder")
     for source in raw:
         report = prepare(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,20 @@ from headway.train.model import BuiltModel, build_model
 
 
 def export_live(config: RunConfig, model: BuiltModel, out: Path) -> None:
-    """Collective: gathers the whole state on rank 0's CPU and writes it there; an earlier export is replaced."""
+    """Collective: gathers the whole state on rank 0's CPU and writes it there; an earlier export is moved aside."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_model_state_dict(model.module, options=options)
     if is_main():
         for old in (out, out.with_name(f"{out.name}-adapter")):
-            shutil.rmtree(old, ignore_errors=True)
+            _move_aside(old)
         _write(config, model, state, out)
+
+
+def _move_aside(path: Path) -> None:
+    """Somebody may have put files beside ours: nothing is deleted."""
+    if path.exists():
+        number = next(n for n in itertools.count(1) if not path.with_name(f"{path.name}-before-{n}").exists())
+        path.rename(path.with_name(f"{path.name}-before-{number}"))
 
 
 def export_checkpoint(run_dir: Path, out: Path, step: int | None) -> CheckpointRef:

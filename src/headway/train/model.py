@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
@@ -19,12 +20,16 @@ from headway.model.recompute import set_recompute
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """module: what trains (a PEFT model with LoRA). config and shape: of the plain model."""
+    """module: what trains (a PEFT model with LoRA). config and shape: of the plain model.
+
+    base_digest: of the frozen base weights under LoRA, whose checkpoints hold adapters only; empty otherwise.
+    """
 
     module: nn.Module
     config: PretrainedConfig
     shape: ModelShape
     trainable: Trainable
+    base_digest: str = ""
 
 
 def build_model(config: RunConfig) -> BuiltModel:
@@ -41,11 +46,13 @@ def build_model(config: RunConfig) -> BuiltModel:
     plain_config = model.config
     trainable: Trainable = "full"
     module: nn.Module = model
+    digest = ""
     if config.model.lora is not None:
         trainable = _lora_shape(model, config.model.lora, config.model.recompute == "full")
+        digest = weights_digest(model)
         module = apply_lora(model, config.model.lora, seed=config.seed)
     set_recompute(module, config.model.recompute)
-    return BuiltModel(module, plain_config, shape, trainable)
+    return BuiltModel(module, plain_config, shape, trainable, digest)
 
 
 def shape_of(model: nn.Module) -> ModelShape:
@@ -53,6 +60,18 @@ def shape_of(model: nn.Module) -> ModelShape:
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     lookups = {f"{name}.weight" for name, child in model.named_modules() if isinstance(child, nn.Embedding) and name}
     return ModelShape.of_model(model.config.to_dict(), parameters, lookups)  # type: ignore[operator, union-attr]
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A digest of all parameters, at memory speed: per tensor, the sum of its 32-bit words and of their first half."""
+    found = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        words = parameter.detach().contiguous().view(torch.uint8).flatten()
+        words = words[: len(words) - len(words) % 4].view(torch.int32)
+        # The second sum sees values that moved.
+        halves = words[: len(words) // 2].sum(dtype=torch.int64)
+        found.update(f"{name} {tuple(parameter.shape)} {int(words.sum(dtype=torch.int64))} {int(halves)};".encode())
+    return found.hexdigest()
 
 
 def _lora_shape(model: nn.Module, lora: LoraConfig, recompute: bool) -> LoraShape:

@@ -29,14 +29,17 @@ class Optimizers:
     _base_lr: list[list[float]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._base_lr = [[group["lr"] for group in item.param_groups] for item in self.items]
+        self._base_lr = [[float(group["lr"]) for group in item.param_groups] for item in self.items]
 
     def set_lr(self, factor: float) -> float:
         """Sets every group's rate to its own base rate times `factor`; returns the first group's rate."""
         for item, base in zip(self.items, self._base_lr, strict=True):
             for group, lr in zip(item.param_groups, base, strict=True):
-                group["lr"] = lr * factor
-        return self.items[0].param_groups[0]["lr"]
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lr * factor)  # torchao compiles its step around this tensor
+                else:
+                    group["lr"] = lr * factor
+        return float(self.items[0].param_groups[0]["lr"])
 
     def zero_grad(self) -> None:
         for item in self.items:

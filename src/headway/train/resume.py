@@ -42,13 +42,15 @@ class Resumed:
     notes: tuple[str, ...] = ()
 
 
-def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any]) -> dict[str, Any]:
+def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any], base_digest: str) -> dict[str, Any]:
     """What makes this training the one it is: settings, data content, architecture. A resume must agree with it."""
     settings = {key: value for key, value in config_identity(config).items() if not key.startswith(_PLACES)}
     drift = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation")
     as_json = json.loads(json.dumps(model_config, default=str))
     architecture = {key: value for key, value in as_json.items() if key not in drift}
-    step = {"sequences per step": stream.options.sequences_per_step}
+    step: dict[str, Any] = {"sequences per step": stream.options.sequences_per_step}
+    if base_digest:
+        step["frozen base weights"] = base_digest
     return {**settings, **stream.fingerprint_parts(), **step, "architecture": architecture}
 
 
@@ -60,8 +62,12 @@ def run_id(folder: RunFolder) -> str:
 def _run_id(folder: RunFolder) -> str:
     path = folder.root / "run_id.json"
     if path.is_file():
-        return read_json(path)["run_id"]
-    made = uuid.uuid4().hex
+        try:
+            return str(read_json(path)["run_id"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path}: damaged; remove it, and the id is taken from the newest checkpoint") from error
+    known = [info.run_id for info in CheckpointStore(folder.checkpoints, None).list() if info.run_id]
+    made = known[-1] if known else uuid.uuid4().hex
     write_json(path, {"run_id": made})
     return made
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from headway.account.errors import UserError
@@ -54,6 +55,7 @@ class Run:
     stop: StopRequest
     identity: dict[str, Any]
     export: Callable[[], None]
+    exported: Path
     evaluator: Evaluator | None = None
     step: int = 0
     position: Position = field(default_factory=Position)
@@ -198,13 +200,17 @@ class Run:
         }
 
     def finish(self) -> None:
-        """After the last step: evaluation, checkpoint, and the model as Hugging Face tools load it."""
+        """After the last step: evaluation, the model as Hugging Face tools load it, and a checkpoint.
+
+        The model comes first: it is smaller, and a full disk should leave what the run was for.
+        """
         self._end_step()
         self.evaluate()
+        if self.step > self.session_start.resumed_from or not self.exported.exists():
+            with self.run_clock.phase("checkpoint_stall"):
+                self.export()
         if self.config.checkpoint.at_end:
             self.save(must=True)
-        with self.run_clock.phase("checkpoint_stall"):
-            self.export()
 
     def _end_step(self) -> None:
         self.clock.end_step()

@@ -1,0 +1,157 @@
+"""What a hostile user found: each must be refused in one line, survived, or cost nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headway.record.folder import RunFolder
+from headway.record.jsonl import read_jsonl
+from headway.train.optim import Optimizers
+from tiny import config, run_file
+from train.running import command, environment, history, losses, run
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return run_file(tmp_path, train={"steps": 4}, checkpoint={"every": 2})
+
+
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_lora_resume_notices_other_base_weights(tmp_path: Path) -> None:
+    base = run_file(tmp_path, train={"steps": 1})
+    run(base)
+    model = tmp_path / "runs" / "tiny" / "model"
+    settings = ("name=lora", f"model.path={model}", "model.config=null", "model.lora={rank: 4}", "train.steps=4")
+    run(base, *settings)
+    for newer in (tmp_path / "runs" / "lora" / "checkpoints").glob("step-00000004*"):
+        newer.rename(tmp_path / newer.name)
+    weights = load_file(model / "model.safetensors")
+    key = next(name for name in weights if "mlp" in name)
+    weights[key][0, 0] += 1e-3
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    run(base, *settings, "checkpoint.every=2")  # nothing to resume from: a new run
+    refused_before = len(history(base, "lora").sessions)
+    weights[key][0, 0] += 1e-3
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    refused = run(base, *settings, "checkpoint.every=2", expect=2)
+    assert "frozen base weights" in refused.err and len(history(base, "lora").sessions) == refused_before
+
+
+@pytest.mark.parametrize("part", ["tokens", "mask", "offsets"])
+def test_a_flipped_bit_in_a_shard_is_found_before_the_first_step(path: Path, part: str) -> None:
+    run(path, "train.steps=1")
+    shard = next((path.parent / "runs" / "shards").rglob(f"*.{part}.npy"))
+    flip(shard, -9)
+    refused = run(path, "name=second", expect=2)
+    assert shard.name in refused.err and "prepare the data again" in refused.err
+
+
+def test_a_closed_reader_costs_the_output_not_the_run(path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        command(path, "log.quiet=false"), env=environment(), stdout=write, stderr=subprocess.PIPE, timeout=200
+    )
+    os.close(write)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert history(path).kept[-1].step == 4 and history(path).sessions[-1].end is not None
+
+
+def test_files_beside_the_exported_model_are_never_deleted(path: Path) -> None:
+    run(path)
+    notes = path.parent / "runs" / "tiny" / "model" / "NOTES.txt"
+    notes.write_text("mine")
+    run(path)
+    assert notes.read_text() == "mine", "nothing was trained, so nothing is exported again"
+    run(path, "train.steps=5", "checkpoint.allow=[train.steps]")
+    assert (path.parent / "runs" / "tiny" / "model-before-1" / "NOTES.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("content", [None, "{}", "garbage"])
+def test_a_lost_or_damaged_run_id(path: Path, content: str | None) -> None:
+    run(path)
+    before = losses(path)
+    file = path.parent / "runs" / "tiny" / "run_id.json"
+    known = file.read_text()
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+        assert "run_id.json" in run(path, expect=2).err
+        file.unlink()
+    run(path)
+    assert file.read_text() == known and losses(path) == before, "the id is that of the newest checkpoint"
+
+
+def test_a_model_folder_that_is_missing_is_named_before_anything_is_tokenised(path: Path) -> None:
+    refused = run(path, "model.path=./nowhere", "model.config=null", expect=2)
+    assert "model.path" in refused.err and "no such folder" in refused.err
+    assert not (path.parent / "runs" / "shards").exists()
+
+
+def test_a_name_that_would_share_a_folder_is_refused(path: Path) -> None:
+    assert "another name" in run(path, "name=shards", expect=2).err
+
+
+def test_a_save_that_fails_is_an_incident_and_the_model_is_still_exported(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from collections import namedtuple
+
+    from headway.guard import writing
+
+    usage = namedtuple("usage", "total used free")
+    real = writing.shutil.disk_usage
+
+    def full_for_checkpoints(where: object) -> object:
+        return usage(100, 100, 0) if "checkpoints" in str(where) else real(where)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(writing.shutil, "disk_usage", full_for_checkpoints)
+    done = run(path, expect=2)
+    assert "could not be saved" in done.err and "make room" in done.err
+    folder = RunFolder(path.parent / "runs" / "tiny")
+    assert (folder.final_model / "model.safetensors").is_file()
+    from headway.account.events import Incident
+
+    assert [item.fault for item in read_jsonl(folder.incidents, Incident).items] == ["checkpoint failed"] * 2
+    assert [line.step for line in history(path).kept] == [1, 2, 3, 4]
+
+
+def test_a_rate_that_is_a_tensor_stays_one() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.AdamW([parameter], lr=torch.tensor(0.5), capturable=False, foreach=False)
+    optimizers = Optimizers([inner], skips_on_device=False)
+    held = inner.param_groups[0]["lr"]
+    assert optimizers.set_lr(0.1) == pytest.approx(0.05) and inner.param_groups[0]["lr"] is held
+    assert optimizers.set_lr(0.2) == pytest.approx(0.1)
+    assert isinstance(optimizers.set_lr(1.0), float)
+
+
+def test_a_hybrid_model_is_refused_by_name(tmp_path: Path) -> None:
+    hybrid = {
+        "model_type": "bamba",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "attn_layer_indices": [1],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 320,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+    }
+    refused = run(run_file(tmp_path, model={"config": config() and hybrid}), expect=2)
+    assert "Mamba" in refused.err or "mamba" in refused.err
