@@ -99,18 +99,20 @@ def test_half_padded_batches_count_as_such(tmp_path: Path) -> None:
 
 def test_loss_is_averaged_by_token(tmp_path: Path) -> None:
     """P13: (loss sum, tokens) of (2, 1) and (90, 9) is 9.2, not 6.0."""
-    maker = Maker(tmp_path, steps=2)
+    maker = Maker(tmp_path, steps=20)
     maker.start()
-    maker.run(2)
+    maker.run(20)
     folder = maker.close()
 
     def planted(line: Any) -> Any:
-        if not isinstance(line, StepLine):
+        if not isinstance(line, StepLine) or line.step < 19:
             return line
-        return msgspec.structs.replace(line, nll=(2.0, 10.0)[line.step - 1], trained_tokens=(1, 9)[line.step - 1])
+        return msgspec.structs.replace(line, nll=(2.0, 10.0)[line.step - 19], trained_tokens=(1, 9)[line.step - 19])
 
     rewrite(folder, planted)
-    assert read_summary(folder).last_loss == pytest.approx(9.2)
+    summary = read_summary(folder)
+    assert summary.last_loss_steps == 2, "a tenth of the run: in a short one the last ten would hold the first"
+    assert summary.last_loss == pytest.approx(9.2)
 
 
 def test_a_planted_hole_in_an_account_is_reported(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -108,20 +109,21 @@ def bench_prepare(
     workers = workers or len(os.sched_getaffinity(0))
     # Read by the library when its threads first start, which must not have happened in this process.
     os.environ["RAYON_NUM_THREADS"] = str(workers)
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
     opened = open_tokenizer(tokenizer)
     info = take_apart(opened)
     if not info.spec:
         raise UserError("bench data: this tokenizer has no Rust backend to compare with")
     texts = _rendered(sources, info, options)
     backend = Tokenizer.from_str(info.spec)
-    encode = _faster(backend, texts)
+    with _threads():
+        encode = _faster(backend, texts)
     alone, ours = Times(), Times()
     folder = Path(tempfile.mkdtemp(prefix="headway-bench-", dir=scratch))
     try:
         for number in range(rounds):
             out = folder / str(number)
-            alone.add(lambda: _ids(encode, texts, info))
+            with _threads():
+                alone.add(lambda: _ids(encode, texts, info))
             ours.add(lambda out=out: prepare(sources, out, opened, options=options, workers=workers))  # type: ignore[misc]
             totals = manifests.read(out).totals
             shutil.rmtree(out)
@@ -129,6 +131,20 @@ def bench_prepare(
         shutil.rmtree(folder, ignore_errors=True)
     size = sum(len(text.encode()) for text in texts)
     return DataBench(totals.documents, size, totals.tokens, workers, alone, ours)
+
+
+@contextmanager
+def _threads() -> Iterator[None]:
+    """The library may use its threads, whatever the surroundings say."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 @dataclass

@@ -58,8 +58,10 @@ def export(
 
     ref = export_checkpoint(run_dir, out, step)
     if json:
-        print_json({"checkpoint": ref.name, "out": str(out)})
+        print_json({"checkpoint": ref.name, "out": str(out), "rejected": list(ref.rejected)})
     else:
+        for reason in ref.rejected:
+            print(f"newer checkpoint not used: {reason}")
         print(f"exported {ref.name} to {out}")
 
 

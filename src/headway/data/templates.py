@@ -1,9 +1,9 @@
 """The model's own chat template, rendered as transformers renders it, and messages made to fit it.
 
-The template runs in transformers' Jinja sandbox. Two things differ from `apply_chat_template`, and neither changes the
-text: the sandbox's answer to "may this attribute be read?" is remembered (it depends on the type and the name only, and
-asking was half of the rendering time), and the date a template may print is given, so that preparing the same data on
-two days gives the same shards.
+The template runs in transformers' Jinja sandbox. Two things differ from `apply_chat_template`: the sandbox's answer to
+"may this attribute be read?" is remembered (it depends on the type and the name only, and asking was half of the
+rendering time), and the date a template may print is given, so that preparing the same data on two days gives the same
+shards.
 """
 
 from __future__ import annotations

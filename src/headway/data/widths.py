@@ -31,9 +31,8 @@ class Widths:
     @classmethod
     def of(cls, backend: Any) -> Widths | None:
         """The table of a `tokenizers.Tokenizer`, or None when its tokens do not have fixed widths."""
-        spec = orjson.loads(backend.to_str())
-        normalizer = (spec["normalizer"] or {}).get("type")
-        if not _byte_level(spec["pre_tokenizer"]) or normalizer not in (None, "NFC"):
+        normalizer = _spec(backend.normalizer).get("type")
+        if not _byte_level(_spec(backend.pre_tokenizer)) or normalizer not in (None, "NFC"):
             return None
         added = {int(i): token.content for i, token in backend.get_added_tokens_decoder().items()}
         vocabulary = backend.get_vocab(with_added_tokens=True)
@@ -62,12 +61,15 @@ class Widths:
         return edges, known
 
 
-def _byte_level(pre_tokenizer: dict[str, Any] | None) -> bool:
-    if not pre_tokenizer:
-        return False
-    if pre_tokenizer["type"] == "Sequence":
+def _spec(part: Any) -> dict[str, Any]:
+    """One part of a tokenizer as tokenizer.json spells it (how it pickles); {} where there is none."""
+    return orjson.loads(part.__getstate__()) if part is not None else {}
+
+
+def _byte_level(pre_tokenizer: dict[str, Any]) -> bool:
+    if pre_tokenizer.get("type") == "Sequence":
         return any(_byte_level(step) for step in pre_tokenizer["pretokenizers"])
-    return pre_tokenizer["type"] == "ByteLevel"
+    return pre_tokenizer.get("type") == "ByteLevel"
 
 
 def _byte_positions(document: Document) -> tuple[int, list[int]]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from headway.guard.checkpoint import CheckpointRef, CheckpointStore, Loaded
@@ -47,8 +48,22 @@ def capture(model: nn.Module, optimizers: Optimizers, *, trainable_only: bool = 
                         raise ValueError(f"two optimizers hold the parameter {name}")
                     state[name] = optimizer.state[parameter]
     options = StateDictOptions(ignore_frozen_params=trainable_only)
-    weights = get_model_state_dict(model, options=options)
+    weights = _without_aliases(get_model_state_dict(model, options=options))
     return {"model": weights, "optimizer": {"state": state, "param_groups": groups}}
+
+
+def _without_aliases(weights: dict[str, Any]) -> dict[str, Any]:
+    """A tied head is the embedding under a second name: saved once, and filled with it when loaded in place."""
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    kept = {}
+    for name, tensor in weights.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        place = (local.data_ptr(), tensor.shape, local.stride())
+        if local.numel() and place in seen:
+            continue
+        seen.add(place)
+        kept[name] = tensor
+    return kept
 
 
 def restore(

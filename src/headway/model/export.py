@@ -81,6 +81,8 @@ def new_folder(out_dir: str | os.PathLike[str]) -> Iterator[Path]:
         yield partial
         partial.chmod(0o755)  # mkdtemp's folder is private
         for file in partial.rglob("*"):
+            if file.is_file():
+                file.chmod(0o644)  # safetensors writes files that only their owner can read
             _flush(file)
         partial.rename(target)
         _flush(target.parent)

@@ -105,7 +105,8 @@ def _build(
     control().on_main(store.sweep, UserError, (OSError,))
     ref = resuming.find_checkpoint(config, store)
     with run_clock.phase("startup.data"):
-        view, stream = _data(config, place, say)
+        told = rank_env is not None and rank_env.launched_by == "headway"  # the launcher prepared, and said so
+        view, stream = _data(config, place, say, (lambda text: None) if told else say)
         steps = total_steps(config, stream)
         _check_schedule(config, steps)
     with run_clock.phase("startup.model"):
@@ -170,8 +171,8 @@ def _find_place(config: RunConfig, rank_env: RankEnv | None) -> Place:
     return Place(device, Layout(replicate, shard), rank_env.rank if rank_env else 0, dtype)
 
 
-def _data(config: RunConfig, place: Place, say: Say) -> tuple[View, Stream]:
-    control().on_main(lambda: prepare_sources(config, say), UserError, (UserError, OSError))
+def _data(config: RunConfig, place: Place, say: Say, say_prepared: Say) -> tuple[View, Stream]:
+    control().on_main(lambda: prepare_sources(config, say_prepared), UserError, (UserError, OSError))
     view = training_view(config)
     stream = make_stream(config, view, config.sequences_per_step(place.layout.data_parallel))
     for fact in (view.overlong, view.untrained, stream.efficiency(0)):

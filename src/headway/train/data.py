@@ -73,7 +73,10 @@ def training_view(config: RunConfig) -> View:
 def evaluation_view(config: RunConfig, training: View) -> View | None:
     """The held-out documents, or the evaluation sources; None where there is nothing to evaluate on."""
     if config.eval.holdout:
-        return training.held_out()
+        try:
+            return training.held_out()
+        except UserError as error:
+            raise UserError(f"eval.holdout: of the {config.eval.holdout} documents held out: {error}") from error
     if config.eval.data is None:
         return None
     options = ViewOptions(seq_len=config.data.seq_len, overlong=config.data.overlong)

@@ -193,7 +193,9 @@ def read_summary(run: RunFolder, history: History | None = None) -> Summary:
     quarantined = read_jsonl(run.quarantine, Quarantined)
     bad = {"metrics.jsonl": history.bad, "incidents.jsonl": incidents.bad, "quarantine.jsonl": quarantined.bad}
     bad.update(ranks.bad if ranks else {})
-    last = [line for line in kept if line.nll is not None][-10:]
+    learned = [line for line in kept if line.nll is not None]
+    # A tenth of the run at most: in a short one, the last ten steps would still hold the first.
+    last = learned[-max(1, min(10, len(learned) // 10)) :]
     return Summary(
         run=str(run.root),
         status=sessions[-1].reason if sessions else RUNNING,
