@@ -42,7 +42,7 @@ def run(run_file: Path, *overrides: str, expect: int = 0, launcher: Sequence[str
 
 def _in_processes(run_file: Path, overrides: Sequence[str], launcher: Sequence[str]) -> Done:
     line = command(run_file, *overrides, launcher=launcher)
-    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=280)
+    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=800)
     return Done(done.returncode, done.stdout, done.stderr)
 
 

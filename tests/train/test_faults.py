@@ -16,6 +16,9 @@ from headway.train.optim import Optimizers
 from tiny import config, run_file
 from train.running import command, environment, history, losses, run
 
+# Whole processes, several at once: on a busy machine each takes many times its own time.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -61,7 +64,7 @@ def test_a_closed_reader_costs_the_output_not_the_run(path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     done = subprocess.run(
-        command(path, "log.quiet=false"), env=environment(), stdout=write, stderr=subprocess.PIPE, timeout=200
+        command(path, "log.quiet=false"), env=environment(), stdout=write, stderr=subprocess.PIPE, timeout=700
     )
     os.close(write)
     assert done.returncode == 0, done.stderr[-2000:]

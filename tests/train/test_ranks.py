@@ -9,6 +9,9 @@ import pytest
 from tiny import config, make_chats, run_file
 from train.running import history, run
 
+# Whole processes, several at once: on a busy machine each takes many times its own time.
+pytestmark = pytest.mark.timeout(900)
+
 
 def curve(path: Path, name: str) -> list[tuple[float, float, int, int]]:
     return [

@@ -16,6 +16,9 @@ from train.running import command, environment, history, losses, run
 
 STEPS = 14  # two and a half epochs of the tiny data
 
+# Whole processes, several at once: on a busy machine each takes many times its own time.
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -51,14 +54,14 @@ def kill_after(path: Path, name: str, step: int, number: int, *overrides: str) -
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 700
     while process.poll() is None and time.monotonic() < deadline:
         kept = history(path, name).kept
         if kept and kept[-1].step >= step:
             process.send_signal(number) if number != signal.SIGKILL else os.killpg(process.pid, number)
             break
         time.sleep(0.02)
-    process.communicate(timeout=200)
+    process.communicate(timeout=700)
     return process.returncode
 
 
