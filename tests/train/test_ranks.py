@@ -53,7 +53,13 @@ def test_ranks_give_the_single_process_curve(
 
 
 def test_torchrun_starts_the_ranks_too(path: Path, single: list[tuple[float, float, int, int]]) -> None:
-    run(path, "name=torchrun", "parallel.fsdp=2", launcher=["torch.distributed.run", "--nproc-per-node", "2", "-m"])
+    run(
+        path,
+        "name=torchrun",
+        "parallel.ranks=2",
+        "parallel.fsdp=2",
+        launcher=["torch.distributed.run", "--nproc-per-node", "2", "-m"],
+    )
     agree(single, curve(path, "torchrun"))
 
 
