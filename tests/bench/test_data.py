@@ -10,7 +10,7 @@ import pytest
 
 from data.chat_material import CHATML, Characters, byte_level
 from headway.account.errors import UserError
-from headway.bench.data import DataBench, Times, _ids, _rendered, bench_prepare
+from headway.bench.data import DataBench, Times, bench_prepare, count_tokens, rendered
 from headway.data.options import PrepareOptions
 from headway.data.prepare import prepare
 from headway.data.tokenizer import make_encoder, take_apart
@@ -25,11 +25,11 @@ def chats(path: Path, count: int = 20) -> Path:
 def test_the_tokenizer_alone_is_given_what_prepare_tokenises(tmp_path: Path) -> None:
     tokenizer, source = byte_level(CHATML), chats(tmp_path / "c.jsonl")
     info: Any = take_apart(tokenizer)
-    texts = _rendered(source, info, PrepareOptions())
+    texts = rendered(source, info, PrepareOptions())
     backend: Any = make_encoder(info)
     report = prepare(source, tmp_path / "s", tokenizer, workers=1)
     assert len(texts) == report.totals.documents
-    assert _ids(backend.backend.encode_batch, texts, info) == report.totals.tokens
+    assert count_tokens(backend.backend.encode_batch, texts, info) == report.totals.tokens
 
 
 def test_a_bench_times_both_and_removes_its_shards(tmp_path: Path) -> None:

@@ -192,6 +192,32 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     assert not _holding_lock(out)
 
 
+def test_ctrl_c_ends_it_at_once_and_it_goes_on_later(tmp_path: Path) -> None:
+    source, out = chats(tmp_path / "c.jsonl", 200), tmp_path / "s"
+    reading, writing = os.pipe()
+
+    def action() -> None:
+        os.setpgid(0, 0)  # Ctrl-C reaches the whole process group, as in a terminal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        def progress(_: Progress) -> None:
+            os.write(writing, b"x")
+            time.sleep(0.05)
+
+        try:
+            prepare(source, out, TOKENIZER, workers=2, shard_bytes=SHARD, progress=progress)
+        except KeyboardInterrupt:
+            os._exit(130)
+
+    child = in_child(action)
+    os.read(reading, 1)
+    os.killpg(child, signal.SIGINT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert not out.exists()
+    assert prepare(source, out, TOKENIZER, workers=2, shard_bytes=SHARD).resumed > 0
+    assert same_as_undisturbed(source, out)
+
+
 def _holding_lock(out: Path) -> bool:
     """Whether some process still has the lock file of an output folder open."""
     lock = str(out.with_name(f".{out.name}.lock"))

@@ -2,20 +2,24 @@
 
 Preparing reads, decompresses, parses, renders templates, finds labels, writes, hashes and syncs besides tokenising. The
 measure is what `tokenizers` alone does with the rendered texts when they lie ready in memory, on as many threads as
-`prepare` has processes. Both are timed in turn, several times in one run, by the clock and in core-seconds: on a
-machine that does other work as well the clock says little, the core-seconds still hold.
+`prepare` has processes. Both are timed in turn, several times in one run, by the clock and in core-seconds.
+
+Each has a process of its own, newly started: what the tokenizer's threads leave behind (memory arenas full of holes)
+made later rounds of `prepare` up to a fifth slower when both were timed in one process.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -45,12 +49,10 @@ class Times:
     wall: list[float] = field(default_factory=list)
     cores: list[float] = field(default_factory=list)
 
-    def add(self, action: Callable[[], Any]) -> None:
-        """Time an action, its child processes included."""
-        wall, cores = time.perf_counter(), _core_seconds()
-        action()
-        self.wall.append(time.perf_counter() - wall)
-        self.cores.append(_core_seconds() - cores)
+    def add(self, seconds: tuple[float, float]) -> None:
+        """Add a round."""
+        self.wall.append(seconds[0])
+        self.cores.append(seconds[1])
 
 
 @dataclass(frozen=True)
@@ -107,44 +109,67 @@ def bench_prepare(
     """
     options = options or PrepareOptions()
     workers = workers or len(os.sched_getaffinity(0))
-    # Read by the library when its threads first start, which must not have happened in this process.
-    os.environ["RAYON_NUM_THREADS"] = str(workers)
-    opened = open_tokenizer(tokenizer)
-    info = take_apart(opened)
-    if not info.spec:
-        raise UserError("bench data: this tokenizer has no Rust backend to compare with")
-    texts = _rendered(sources, info, options)
-    backend = Tokenizer.from_str(info.spec)
-    with _threads():
-        encode = _faster(backend, texts)
     alone, ours = Times(), Times()
     folder = Path(tempfile.mkdtemp(prefix="headway-bench-", dir=scratch))
+    context = multiprocessing.get_context("spawn")
     try:
-        for number in range(rounds):
-            out = folder / str(number)
-            with _threads():
-                alone.add(lambda: _ids(encode, texts, info))
-            ours.add(lambda out=out: prepare(sources, out, opened, options=options, workers=workers))  # type: ignore[misc]
-            totals = manifests.read(out).totals
-            shutil.rmtree(out)
+        with ProcessPoolExecutor(1, context) as tokenizing, ProcessPoolExecutor(1, context) as preparing:
+            size = tokenizing.submit(_open_alone, sources, tokenizer, options, workers).result()
+            preparing.submit(_open_prepare, sources, tokenizer, options, workers).result()
+            for number in range(rounds):
+                alone.add(tokenizing.submit(_time_alone).result())
+                ours.add(preparing.submit(_time_prepare, folder / str(number)).result())
+                totals = manifests.read(folder / str(number)).totals
+                shutil.rmtree(folder / str(number))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    size = sum(len(text.encode()) for text in texts)
     return DataBench(totals.documents, size, totals.tokens, workers, alone, ours)
 
 
-@contextmanager
-def _threads() -> Iterator[None]:
-    """The library may use its threads, whatever the surroundings say."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TOKENIZERS_PARALLELISM"]
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
+# -- in the processes that are timed -----------------------------------------------------------------------------------
+
+_ready: Callable[..., Any] | None = None
+
+
+def _open_alone(sources: Any, tokenizer: Any, options: PrepareOptions, workers: int) -> int:
+    """Have the texts and the tokenizer ready; the texts' size in bytes."""
+    global _ready
+    # Both are read by the library when its threads first start.
+    os.environ.update(RAYON_NUM_THREADS=str(workers), TOKENIZERS_PARALLELISM="true")
+    info = take_apart(open_tokenizer(tokenizer))
+    if not info.spec:
+        raise UserError("bench data: this tokenizer has no Rust backend to compare with")
+    texts = rendered(sources, info, options)
+    encode = _faster(Tokenizer.from_str(info.spec), texts)
+    _ready = partial(count_tokens, encode, texts, info)
+    return sum(len(text.encode()) for text in texts)
+
+
+def _open_prepare(sources: Any, tokenizer: Any, options: PrepareOptions, workers: int) -> None:
+    global _ready
+    _ready = partial(prepare, sources, tokenizer=open_tokenizer(tokenizer), options=options, workers=workers)
+
+
+def _time_alone() -> tuple[float, float]:
+    assert _ready is not None
+    return _timed(_ready)
+
+
+def _time_prepare(out: Path) -> tuple[float, float]:
+    assert _ready is not None
+    return _timed(partial(_ready, out=out))
+
+
+def _timed(action: Callable[[], Any]) -> tuple[float, float]:
+    """Seconds by the clock, and of all cores, child processes that have ended included."""
+    wall, cores = time.perf_counter(), _core_seconds()
+    action()
+    return time.perf_counter() - wall, _core_seconds() - cores
+
+
+def _core_seconds() -> float:
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
 
 
 @dataclass
@@ -158,7 +183,7 @@ class _Collector:
         return [BadRecord("only collected") for _ in documents]
 
 
-def _rendered(sources: Any, info: TokenizerInfo, options: PrepareOptions) -> list[str]:
+def rendered(sources: Any, info: TokenizerInfo, options: PrepareOptions) -> list[str]:
     """The texts that `prepare` tokenises, in its order."""
     files, _ = expand([sources] if isinstance(sources, (str, Path)) else sources)
     _, templates = load_templates(info, options.chat_template, options.template_options, options.template_date)
@@ -177,17 +202,11 @@ def _rendered(sources: Any, info: TokenizerInfo, options: PrepareOptions) -> lis
 def _faster(backend: Any, texts: list[str]) -> Callable[..., list[Any]]:
     some = texts[: 4 * _BATCH]
     calls = (backend.encode_batch, backend.encode_batch_fast)
-
-    def seconds(call: Callable[..., list[Any]]) -> float:
-        times = Times()
-        for _ in range(2):
-            times.add(lambda: call(some, add_special_tokens=False))
-        return min(times.cores)
-
-    return min(calls, key=seconds)
+    return min(calls, key=lambda call: min(_timed(lambda: call(some, add_special_tokens=False))[1] for _ in range(2)))
 
 
-def _ids(encode: Callable[..., list[Any]], texts: list[str], info: TokenizerInfo) -> int:
+def count_tokens(encode: Callable[..., list[Any]], texts: list[str], info: TokenizerInfo) -> int:
+    """Tokenise all texts and take their ids out as numbers."""
     total = 0
     for start in range(0, len(texts), _BATCH):
         encodings = encode(texts[start : start + _BATCH], add_special_tokens=False)
@@ -195,12 +214,6 @@ def _ids(encode: Callable[..., list[Any]], texts: list[str], info: TokenizerInfo
         np.fromiter(chain.from_iterable(e.ids for e in encodings), dtype=info.dtype, count=count)
         total += count
     return total
-
-
-def _core_seconds() -> float:
-    """Processor time of this process and of its children that have ended."""
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system
 
 
 def _spread(alone: list[float], ours: list[float]) -> tuple[float, float, float]:

@@ -169,11 +169,14 @@ _thread: ThreadPoolExecutor | None = None
 
 
 def start_worker(recipe: Recipe, parent: int) -> None:
-    """Set a worker process up. It tokenises on one core, leaves Ctrl-C to its parent, and ends when that is gone."""
+    """Set a worker process up. It tokenises on one core, and ends at once with Ctrl-C or when its parent is gone.
+
+    At once is safe: what it was writing has no name yet, and the next run does the unit again.
+    """
     global _here, _thread
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     gc.freeze()  # else a collection writes to, and so copies, every page inherited from the parent
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(1))
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _here = recipe, recipe.converter()
     # A thread of its own, because it brings a memory arena of its own: on the main thread's, which the interpreter has
