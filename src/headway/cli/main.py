@@ -29,13 +29,14 @@ app = typer.Typer(
 
 
 def _join_commands() -> None:
-    from headway.cli import bench, checkpoint, data, doctor, report, train
+    from headway.cli import bench, checkpoint, data, doctor, plan, report, train
 
     for module in (train, report, doctor):
         module.register(app)
     app.add_typer(data.app, name="data")
     app.add_typer(checkpoint.app, name="checkpoint")
     app.add_typer(bench.app, name="bench")
+    app.add_typer(plan.app, name="plan")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -1,0 +1,92 @@
+"""What collectives cost on a cluster of fast domains joined by a network: volume, bandwidth, latency.
+
+Volumes per rank, S the whole buffer in bytes and n ranks: all-reduce 2(n-1)/n·S, all-gather, reduce-scatter and
+all-to-all (n-1)/n·S (Thakur, Rabenseifner and Gropp 2005; NCCL's "bus bandwidth" is these volumes over the time).
+The latency term puts small messages on the slope of NCCL's bandwidth curve.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from headway.plan.cluster import Cluster
+from headway.plan.constants import Constants
+
+
+@dataclass(frozen=True)
+class Group:
+    """`size` ranks that are `stride` apart; `inside` of them share one fast domain."""
+
+    size: int
+    stride: int
+    inside: int
+
+    @property
+    def crosses(self) -> bool:
+        """Whether traffic leaves the fast domain."""
+        return self.inside < self.size
+
+
+@dataclass(frozen=True)
+class Network:
+    """The bandwidths a group sees, in bytes/s, and the latency of one doubling of ranks, in seconds."""
+
+    link: float
+    inter: float
+    hop: float
+    domain: int
+    rail: int
+    oversubscription: float
+
+    @classmethod
+    def of(cls, cluster: Cluster, constants: Constants) -> Network:
+        return cls(
+            link=cluster.device.link * constants.intra,
+            inter=cluster.inter_node * constants.inter,
+            hop=constants.hop,
+            domain=max(1, min(cluster.domain, cluster.gpus)),
+            rail=cluster.rail,
+            oversubscription=cluster.oversubscription,
+        )
+
+    def group(self, size: int, stride: int) -> Group:
+        """Ranks are laid out TP innermost, then CP and EP, DP, PP outermost; `stride` is the product inside."""
+        return Group(size, stride, max(1, min(size, self.domain // max(1, stride))))
+
+    def ring(self, group: Group) -> float:
+        """Bus bandwidth of a ring: between domains as many network ports as ranks of the group share a domain."""
+        if not group.crosses:
+            return self.link
+        return min(self.link, self._port(group) * group.inside)
+
+    def _port(self, group: Group) -> float:
+        """One rank's share of the network; beyond the rail it crosses the oversubscribed spine."""
+        spine = self.rail and group.size * group.stride > self.rail
+        return self.inter / self.oversubscription if spine else self.inter
+
+    def latency(self, group: Group) -> float:
+        """Seconds of a collective on an empty message."""
+        return self.hop * math.log2(max(2, group.size)) if group.size > 1 else 0.0
+
+    def gather(self, size: float, group: Group) -> float:
+        """Seconds of an all-gather or reduce-scatter of a whole buffer of `size` bytes."""
+        if group.size < 2:
+            return 0.0
+        return self.latency(group) + (group.size - 1) / group.size * size / self.ring(group)
+
+    def all_reduce(self, size: float, group: Group) -> float:
+        """Seconds of an all-reduce of `size` bytes."""
+        return 2 * self.gather(size, group)
+
+    def all_to_all(self, size: float, group: Group) -> float:
+        """Seconds of an all-to-all in which each rank holds `size` bytes; its share for other domains uses its port."""
+        if group.size < 2:
+            return 0.0
+        outside = (group.size - group.inside) / group.size * size
+        within = (group.inside - 1) / group.size * size
+        return self.latency(group) + max(within / self.link, outside / self._port(group) if group.crosses else 0.0)
+
+    def send(self, size: float, crosses: bool) -> float:
+        """Seconds of one point-to-point message."""
+        return self.hop + size / (self.inter if crosses else self.link)

@@ -1,0 +1,166 @@
+"""Seconds of one layer's kernels on one device, forward and backward.
+
+A matrix product takes its FLOPs at the reachable rate plus its bytes at the reachable bandwidth, so that thin products
+(TP slices, small micro-batches, experts with few tokens) lose efficiency by their shape and by nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headway.plan.cluster import Device
+from headway.plan.constants import Constants
+from headway.plan.layout import Layout
+from headway.plan.profile import Gemm, LayerKind, Profile
+
+BF16 = 2  # bytes
+# Kernels of one layer's forward pass: products, norms, activation, rotary positions, attention, residuals; those that
+# routing adds: router, top-k, sort, permute, unpermute, grouped products. Backward runs twice as many.
+_KERNELS, _MOE_KERNELS = 14, 16
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches: FLOP/s of layer products, bf16 ones and attention; bytes/s; whether inputs are cast."""
+
+    product: float
+    bf16: float
+    attention: float
+    bandwidth: float
+    quantised: bool
+
+    @classmethod
+    def of(cls, device: Device, precision: str, constants: Constants) -> Rates:
+        bf16 = _ceiling(device, "bf16", constants)
+        product = _ceiling(device, precision, constants) * constants.gemm(precision)
+        return cls(
+            product=product,
+            bf16=bf16 * constants.gemm_bf16,
+            attention=bf16 * constants.attention,
+            bandwidth=device.bandwidth * constants.hbm,
+            quantised=precision in ("fp8", "fp4") and precision in device.rates,
+        )
+
+
+def _ceiling(device: Device, precision: str, constants: Constants) -> float:
+    """The matrix rate really measured on large products, or the usual share of the peak; fp4 has no measurement."""
+    for name in (precision, "bf16", "fp16"):  # a device without fp8 runs an fp8 plan in bf16
+        if name in device.measured:
+            return device.measured[name]
+        if name in device.rates:
+            return device.rates[name] * constants.ceiling
+    return next(iter(device.rates.values())) * constants.ceiling
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Seconds of one layer and one micro-batch. `core` is attention's products and scores, forward; `elementwise` too.
+
+    `kernels` counts forward kernels.
+    """
+
+    forward: float
+    backward: float
+    core: float
+    elementwise: float
+    kernels: float
+
+
+def layer_time(
+    kind: LayerKind, hidden: int, tokens: float, attended: float, layout: Layout, rates: Rates, c: Constants, lora: bool
+) -> LayerTime:
+    """One layer on one rank: `tokens` of a micro-batch on this CP rank, each attending over `attended` tokens."""
+    forward = backward = 0.0
+    for gemm in kind.gemms:
+        one, two = _gemm(gemm, tokens, layout.tp, rates, c, lora)
+        forward += one
+        backward += two
+    if kind.experts:
+        one, two = _experts(kind, tokens, layout, rates, c, lora)
+        forward += one
+        backward += two
+    core, core_backward = _core(kind, tokens, attended, layout, rates, c)
+    elementwise = _elementwise(kind, hidden, tokens, layout, rates, c)
+    return LayerTime(
+        forward=forward + core + elementwise,
+        backward=backward + core_backward + 2 * elementwise,
+        core=core,
+        elementwise=elementwise,
+        kernels=_KERNELS * (1.0 if layout.compiled else 2.0) + (_MOE_KERNELS if kind.experts else 0),
+    )
+
+
+def _gemm(
+    gemm: Gemm, tokens: float, tp: int, rates: Rates, c: Constants, lora: bool, copies: float = 1.0
+) -> tuple[float, float]:
+    """(forward, backward) of `copies` equal products of `tokens` rows each."""
+    k = gemm.k / (tp if gemm.split == "row" else 1)
+    n = gemm.n / (tp if gemm.split == "column" else 1)
+    flops = 2 * tokens * k * n / rates.product
+    inputs, outputs, weights = tokens * k, tokens * n, k * n
+    ideal = BF16 * (inputs + outputs + weights)
+    moved = ideal * c.gemm_traffic / rates.bandwidth
+    cast = c.cast * 3 * (inputs + weights) / rates.bandwidth if rates.quantised else 0.0
+    cast_backward = c.cast * 3 * outputs / rates.bandwidth if rates.quantised else 0.0
+    # The weight's gradient is accumulated in fp32: read and written once a micro-batch.
+    accumulate = 0.0 if lora else 8 * weights / rates.bandwidth
+    times = 1 if lora else 2
+    forward = flops + moved + cast
+    return copies * forward, copies * (times * (flops + moved) + cast_backward + accumulate)
+
+
+def _experts(
+    kind: LayerKind, tokens: float, layout: Layout, rates: Rates, c: Constants, lora: bool
+) -> tuple[float, float]:
+    """Grouped products of the local experts, and gathering and scattering the routed copies of the tokens."""
+    etp = layout.expert_tp
+    mine = tokens * etp / layout.tp  # distinct tokens of this rank: with whole experts TP ranks route their own slice
+    local = kind.experts / layout.ep
+    rows = mine * kind.top_k * layout.ep / kind.experts * c.imbalance
+    forward = backward = 0.0
+    for gemm in kind.expert_gemms:
+        one, two = _gemm(gemm, rows, etp, rates, c, lora, copies=local)
+        forward += one
+        backward += two
+    hidden = kind.expert_gemms[0].k
+    copies = mine * kind.top_k * BF16
+    moved = c.elementwise * copies * (4 * hidden + kind.expert_inner / etp) / rates.bandwidth
+    return forward + moved, backward + 2 * moved
+
+
+def _core(
+    kind: LayerKind, tokens: float, attended: float, layout: Layout, rates: Rates, c: Constants
+) -> tuple[float, float]:
+    """Attention's two products: causal pairs only with FlashAttention, all pairs and the scores' traffic without."""
+    one = kind.attention
+    if one is None:
+        return 0.0, 0.0
+    window = min(one.window or attended, one.chunk or attended, attended)
+    heads = one.heads / layout.tp
+    if layout.flash:
+        pairs = tokens * (window - window * window / (2 * attended))
+        forward = 2 * heads * (one.qk_dim + one.v_dim) * pairs / rates.attention
+        return forward, forward * c.attention_backward
+    pairs = tokens * attended
+    products = 2 * heads * (one.qk_dim + one.v_dim) * pairs / rates.bf16
+    scores = c.score_passes * BF16 * heads * pairs / rates.bandwidth
+    return products + scores, 2 * (products + scores)
+
+
+def _elementwise(kind: LayerKind, hidden: int, tokens: float, layout: Layout, rates: Rates, c: Constants) -> float:
+    """Two norms and two residual additions over the stream (ten passes), activation and rotary positions."""
+    stream = 10 * hidden / (layout.tp if layout.sequence_parallel else 1)
+    inner = kind.inner / layout.tp
+    fused = 1.0 if layout.compiled else c.eager
+    return c.elementwise * fused * BF16 * tokens * (stream + inner) / rates.bandwidth
+
+
+def head_time(
+    model: Profile, tokens: float, tp: int, rates: Rates, c: Constants, lora: bool
+) -> tuple[float, float, float]:
+    """(forward, backward, loss) of the output head and cross entropy, in bf16 products and fp32 logits."""
+    bf16 = Rates(rates.bf16, rates.bf16, rates.attention, rates.bandwidth, False)
+    forward, backward = _gemm(Gemm(model.hidden, model.vocab, "column"), tokens, tp, bf16, c, lora)
+    # Logits are read for the maximum and the sum and written as their gradient: 2 + 4 + 4 + 2 bytes each.
+    loss = c.elementwise * 12 * tokens * model.vocab / tp / rates.bandwidth
+    return forward, backward, loss

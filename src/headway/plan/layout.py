@@ -1,0 +1,132 @@
+"""The parallel plan: how one training step is spread over devices."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from headway.account.errors import UserError
+from headway.account.shape import ModelShape
+from headway.plan.cluster import Cluster
+
+Recompute = Literal["none", "selective", "full"]
+Schedule = Literal["1f1b", "zero-bubble", "dualpipe"]
+Offload = Literal["none", "host", "nvme"]
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of parallelism and what goes with them. GPUs = dp · tp · pp · cp; ep divides dp · cp · tp.
+
+    Attributes:
+        dp: data-parallel replicas, sharded ones included.
+        zero: 0 plain data parallel, 1 optimizer state sharded, 2 gradients too, 3 parameters too (FSDP).
+        shard: how many replicas state is sharded over (0: all; less than dp is HSDP).
+        vpp: model chunks per pipeline stage (interleave).
+        micro_batch: sequences per replica and forward pass.
+        recompute: activations computed again: none, selective (attention's core and elementwise work), full (layers).
+        sequence_parallel: norms and residuals split over TP (Korthikanti et al. 2022).
+        flash: attention never writes its scores to memory (FlashAttention).
+        compiled: elementwise work fused by a compiler or by hand-written kernels.
+        overlap_dp, overlap_tp: gradients and parameters (tensor slices) travel while kernels run.
+        grad_bytes: bytes per parameter held for gradients (4: fp32 accumulation, 2, or 6: DeepSpeed's bf16 optimizer).
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    vpp: int = 1
+    micro_batch: int = 1
+    zero: int = 1
+    shard: int = 0
+    recompute: Recompute = "none"
+    sequence_parallel: bool = True
+    schedule: Schedule = "1f1b"
+    flash: bool = True
+    compiled: bool = True
+    overlap_dp: bool = True
+    overlap_tp: bool = False
+    grad_bytes: int = 4
+    offload: Offload = "none"
+    optimizer_bits: int = 32
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same dense weights: data parallel times context parallel."""
+        return self.dp * self.cp
+
+    @property
+    def sharded_over(self) -> int:
+        """Ranks that optimizer state is sharded over."""
+        return min(self.shard or self.replicas, self.replicas) if self.zero else 1
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallelism inside an expert: TP where the expert group fits beside it, else experts stay whole."""
+        return self.tp if self.ep <= self.replicas else 1
+
+    def micro_batches(self, global_batch: int) -> int:
+        """Forward passes of one replica per step (gradient accumulation, or what a pipeline is filled with)."""
+        return max(1, round(global_batch / (self.dp * self.micro_batch)))
+
+    def describe(self) -> str:
+        """`dp 16 · tp 8 · pp 4×5 · mb 1 · zero 1 · recompute selective`, leaving out ones."""
+        parts = [f"dp {self.dp}"]
+        parts += [f"{name} {value}" for name, value in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)) if value > 1]
+        if self.pp > 1:
+            parts.append(f"pp {self.pp}" + (f"×{self.vpp}" if self.vpp > 1 else ""))
+        parts += [f"micro-batch {self.micro_batch}", f"zero {self.zero}"]
+        if 0 < self.shard < self.replicas and self.zero:
+            parts.append(f"shard {self.shard}")
+        if self.recompute != "none":
+            parts.append(f"recompute {self.recompute}")
+        if self.offload != "none":
+            parts.append(f"offload {self.offload}")
+        return " · ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def problems(layout: Layout, shape: ModelShape, cluster: Cluster, seq: int, global_batch: int) -> list[str]:
+    """Why this plan cannot run, each naming the key and valid values; empty when it can."""
+    found = []
+    heads = max((kind.heads for kind, _ in shape.attention_kinds), default=1)
+    experts = max((layer.mlp.experts for layer in shape.layers if layer.mlp is not None), default=0)
+    layers = len(shape.layers)
+    if layout.gpus != cluster.gpus:
+        found.append(f"dp·tp·pp·cp = {layout.gpus} but the cluster has {cluster.gpus} GPUs")
+    if heads % layout.tp:
+        found.append(f"tp={layout.tp} does not divide {heads} heads; nearest: {_divisors(heads, layout.tp)}")
+    if layout.pp * layout.vpp > layers + 2:
+        found.append(f"pp={layout.pp} × vpp={layout.vpp} is more than {layers} layers; nearest: pp={layers}")
+    if layout.ep > 1 and (not experts or experts % layout.ep):
+        has = f"{experts} experts" if experts else "a model without experts"
+        found.append(f"ep={layout.ep} does not divide {has}; nearest: {_divisors(experts or 1, layout.ep)}")
+    if layout.ep > 1 and (layout.replicas * layout.tp) % layout.ep:
+        found.append(f"ep={layout.ep} does not divide dp·cp·tp = {layout.replicas * layout.tp}")
+    if layout.cp > 1 and seq % (2 * layout.cp):
+        found.append(f"cp={layout.cp}: seq {seq} must be a multiple of {2 * layout.cp}")
+    if global_batch % (layout.dp * layout.micro_batch):
+        found.append(f"dp·micro_batch = {layout.dp * layout.micro_batch} does not divide global_batch {global_batch}")
+    return found
+
+
+def check(layout: Layout, shape: ModelShape, cluster: Cluster, seq: int, global_batch: int) -> None:
+    """Raises UserError with the first problem of `problems`."""
+    found = problems(layout, shape, cluster, seq, global_batch)
+    if found:
+        raise UserError(found[0])
+
+
+def _divisors(number: int, near: int) -> str:
+    every = [value for value in range(1, number + 1) if number % value == 0]
+    closest = sorted(sorted(every, key=lambda value: abs(value - near))[:3])
+    return ", ".join(map(str, closest))

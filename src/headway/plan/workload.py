@@ -1,0 +1,87 @@
+"""What is trained: model, sequence length, global batch, precision."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from headway.account.errors import UserError
+from headway.account.shape import ModelShape
+
+Precision = Literal["bf16", "fp16", "fp8", "fp4"]
+PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One optimizer step's work.
+
+    Attributes:
+        shape: the model (exact, see headway.account.shape).
+        seq: tokens in a sequence (a pack).
+        global_batch: sequences per optimizer step.
+        precision: of the layers' matrix products; attention, head and optimizer stay in bf16 or fp32.
+        mean_square: Σ n² / Σ n over the documents of a pack (None: one document fills a sequence).
+        lora: only low-rank adapters are trained, so frozen weights get no gradient of their own.
+    """
+
+    shape: ModelShape
+    seq: int
+    global_batch: int
+    precision: Precision = "bf16"
+    name: str = ""
+    mean_square: float | None = None
+    lora: bool = False
+
+    def __post_init__(self) -> None:
+        if self.seq < 1 or self.global_batch < 1:
+            raise UserError(f"seq {self.seq} and global_batch {self.global_batch} must be at least 1")
+        if self.precision not in PRECISIONS:
+            near = difflib.get_close_matches(str(self.precision), PRECISIONS, n=2) or PRECISIONS
+            raise UserError(f"precision {self.precision!r} is unknown; nearest: {', '.join(near)}")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one optimizer step."""
+        return self.seq * self.global_batch
+
+    @property
+    def attended(self) -> float:
+        """Length that attention's cost is that of: Σ n² / Σ n, the whole sequence unless documents are packed."""
+        return float(self.seq if self.mean_square is None else min(self.mean_square, self.seq))
+
+
+def model_presets() -> dict[str, dict[str, Any]]:
+    """Published models by name: the keys of their config.json that decide sizes."""
+    text = resources.files("headway.plan").joinpath("models.json").read_text(encoding="utf-8")
+    content: dict[str, dict[str, Any]] = json.loads(text)
+    return content
+
+
+def load_model(spec: str | Mapping[str, Any]) -> tuple[str, ModelShape]:
+    """(name, shape) of a preset, a config.json, or a folder that holds one. Raises UserError naming what is wrong."""
+    if isinstance(spec, Mapping):
+        return str(spec.get("model_type", "model")), ModelShape.from_config(spec)
+    path = Path(spec)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise UserError(f"--model {path}: not JSON ({error})") from error
+        if not isinstance(config, dict):
+            raise UserError(f"--model {path}: give an object with the keys of a Hugging Face config.json")
+        name = path.parent.name if path.name == "config.json" else path.stem
+        return name or "model", ModelShape.from_config(config)
+    presets = model_presets()
+    found = presets.get(spec.casefold())
+    if found is None:
+        near = difflib.get_close_matches(spec.casefold(), list(presets), n=4, cutoff=0.3) or sorted(presets)
+        raise UserError(f"--model {spec!r} is neither a file nor a preset; nearest presets: {', '.join(near)}")
+    return spec.casefold(), ModelShape.from_config(found)
