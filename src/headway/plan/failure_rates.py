@@ -122,3 +122,11 @@ def _span() -> tuple[float, float]:
 def _span_text() -> str:
     low, high = _span()
     return f"{low:.2g} … {high:.2g}"
+
+
+def parse(text: str) -> FailureRate:
+    """A number per GPU-day, or the name of a published rate."""
+    try:
+        return given(float(text))
+    except ValueError:
+        return named(text)
