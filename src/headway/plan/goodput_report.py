@@ -66,7 +66,8 @@ class GoodputReport:
         speed = f", {found.full_speed:.1%} at full speed" if job.slow else ""
         yield (
             f"ETTR {found.ettr:.1%} ({self.worst:.1%} … {self.best:.1%} over the rate's band){speed}: "
-            f"{self.work_s / 86400:.3g} days of work take {wall / 86400:.4g}, with {found.failures(self.work_s):.3g} failures"
+            f"{self.work_s / 86400:.3g} days of work take {wall / 86400:.4g}, "
+            f"with {found.failures(self.work_s):.3g} failures"
         )
         if (lost := self._lost_dollars()) is not None:
             yield f"lost: {lost:,.0f} dollars at {self.price:g} per GPU-hour"

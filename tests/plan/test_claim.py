@@ -1,0 +1,146 @@
+"""Claims: the two founding cases from first principles, planted contradictions, and bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.cli.main import _join_commands, _run
+from headway.plan.claim import Finding, claim_from, load_claim
+from headway.plan.claim_speedup import check_speedup, ends
+from headway.plan.claim_step import bubble_ratio, check_step, flops_per_token, ring_ratio
+
+
+def found(name: str) -> dict[str, Finding]:
+    claim = load_claim([name])
+    return {finding.what: finding for finding in (*check_step(claim), *check_speedup(claim))}
+
+
+def test_1024_utilisation_is_21_to_22_percent_and_41_of_compute() -> None:
+    finding = found("case-1024")["MFU"]
+    assert finding.verdict == "does not fit"
+    shares = [float(share) for share in re.findall(r"(\d+\.\d)%", finding.says)]
+    assert shares == [21.3, 22.0, 40.9, 47.0]
+    by_hand = 6 * 1e12 * 512 * 4096 / (1024 * 989e12 * 58.3)
+    assert by_hand == pytest.approx(0.213, abs=0.0005)
+    assert by_hand * 58.3 / 30.4 == pytest.approx(0.41, abs=0.005)
+
+
+def test_1024_bubble_of_64_stages_is_one_fifth_as_a_fraction_and_a_quarter_as_a_ratio() -> None:
+    ratio = bubble_ratio(64, 256)
+    assert ratio == pytest.approx(0.246, abs=0.0005)
+    assert ratio / (1 + ratio) == pytest.approx(0.197, abs=0.0006)
+    deep = found("case-1024")["bubble at PP64"]
+    assert "24.6%" in deep.says and "19.7%" in deep.says and "fraction" in deep.says
+
+
+def test_1024_says_which_figures_cannot_all_be_true() -> None:
+    findings = found("case-1024")
+    assert findings["the parts"].verdict == "fits"
+    assert findings["both bubbles"].verdict == "does not fit"
+    assert findings["bubble at PP32"].verdict == "does not fit"
+    assert findings["the bubble's place"].verdict == "does not fit"
+    assert findings["TP8 / TP4 communication"].verdict == "does not fit"
+    assert "1.17" in findings["TP8 / TP4 communication"].says and "2.33" in findings["TP8 / TP4 communication"].says
+    assert "77%" in findings["after tuning"].says and "33.7%" in findings["after tuning"].says
+
+
+def test_a_ring_carries_seven_sixths_from_four_to_eight() -> None:
+    assert ring_ratio(4, 8) == pytest.approx(7 / 6)
+
+
+def test_halving_the_pipeline_explains_the_claimed_ratio() -> None:
+    said = {"from": 4, "to": 8, "ratio": 2.3, "pp_from": 64, "pp_to": 32}
+    assert next(check_step(claim_from({"tp_communication": said}, "x"))).verdict == "fits"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "what"),
+    [("step_s", 50.0, "the parts"), ("later_step_s", 5.0, "after tuning"), ("mfu", 0.3, "MFU")],
+)
+def test_planted_contradictions_are_caught(key: str, value: float, what: str) -> None:
+    honest = {
+        "device": "H100", "gpus": 1024, "parameters": 7e10, "global_batch": 2048, "seq": 4096, "step_s": 8.0,
+        "mfu": 0.44, "account": {"compute": 6.0, "comm": 2.0}, "later_step_s": 7.0,
+    }  # fmt: skip
+    before = {finding.what: finding.verdict for finding in check_step(claim_from(honest, "x"))}
+    assert before[what] == "fits"
+    after = {finding.what: finding.verdict for finding in check_step(claim_from({**honest, key: value}, "x"))}
+    assert after[what] == "does not fit"
+
+
+def test_27b_tokens_and_the_gain() -> None:
+    says = found("case-27b")["tokens"].says
+    assert "261.6 M" in says and "1,308 a sample" in says and "6.03" in says and "56,620" in says
+
+
+def test_27b_cards_that_make_both_ends_possible() -> None:
+    rows = {(row.device, row.cards): row for row in ends(load_claim(["case-27b"]))}
+    eight = rows["H100-SXM-80GB", 8]
+    assert eight.before == pytest.approx(6 * 27e9 * 9396 / (8 * 989e12), rel=0.001)
+    assert eight.after_if_all_real > 1  # so some of the first run's tokens must have been padding
+    assert 0.4 < eight.least_padding < 0.5 and eight.possible
+    assert rows["H100-SXM-80GB", 16].least_padding == 0
+    assert not rows["H100-SXM-80GB", 1].possible and not rows["H100-SXM-80GB", 2].possible
+    assert not rows["A100-SXM-80GB", 4].possible
+    assert not rows["H100-SXM-80GB", 4].fits_memory
+
+
+@given(padding=st.floats(0, 0.83))
+def test_the_gain_splits_into_packing_times_kernels(padding: float) -> None:
+    for row in ends(load_claim(["case-27b"])):
+        packing, kernels = row.split(padding)
+        assert packing * kernels == pytest.approx(27840 / 4620)
+
+
+@given(parameters=st.floats(1e9, 2e12), seq=st.floats(1024, 131072))
+def test_attention_only_adds_flops(parameters: float, seq: float) -> None:
+    low, high = flops_per_token(parameters, seq)
+    assert low == 6 * parameters < high
+
+
+def headway(*arguments: str) -> int:
+    _join_commands()
+    return _run(["plan", "check-claim", *arguments], debug=False)
+
+
+def test_the_command_ends_with_1_when_figures_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert headway("case-1024") == 1
+    assert "do not fit" in capsys.readouterr().out
+    assert headway("case-27b", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["contradictions"] == 0
+
+
+def test_a_claim_in_words_and_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        headway("device=H100", "gpus=8", "parameters=8e9", "global_batch=64", "seq=8192", "step_s=6", "mfu=0.53") == 0
+    )
+    file = tmp_path / "claim.yaml"
+    file.write_text("step_s: 10\naccount: {compute: 8, comm: 1}\n")
+    assert headway(str(file)) == 1
+    assert headway(str(file), "account.data=1") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["case-1025"], "known by name: case-1024, case-27b"),
+        (["gpu=3"], "nearest: gpus"),
+        (["step_s=fast"], "give a number"),
+        (["device=H101", "gpus=1", "parameters=1", "global_batch=1", "seq=1", "step_s=1"], "nearest: H100"),
+        (["device=A100", "precision=fp4", "gpus=1", "parameters=1", "global_batch=1", "seq=1", "step_s=1"], "no 'fp4' peak"),
+        (["name=x"], "too few figures"),
+        (["plans=3"], "list of mappings"),
+        (["account=3"], "mapping of numbers"),
+        (["mfu=-1"], "zero or more"),
+    ],
+)  # fmt: skip
+def test_bad_claims_are_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert headway(*words) == 2
+    error = capsys.readouterr().err
+    assert says in error and error.count("\n") == 1
