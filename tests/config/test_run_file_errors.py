@@ -69,7 +69,7 @@ def test_nearest_name(wrong: str, right: str | None) -> None:
         ("deterministic=maybe", "deterministic: given maybe; allowed: true or false"),
         ("deterministic=2", "deterministic: given 2; allowed: true or false"),
         ("preset=quick", "preset: given quick; allowed: none, naive or fast"),
-        ("model.recompute=null", "model.recompute: given null; allowed: none or full"),
+        ("model.recompute=null", "model.recompute: given null; allowed: auto, none, selective, full, or a number of layers"),
         ("model.lora=16", "model.lora is a section; write its keys inside it: rank, alpha, dropout, targets"),
         ("model.lora.targets=[]", "model.lora.targets: the list of modules is empty, so nothing would be trained"),
         ("data=x", "data is a section; write its keys inside it: sources, shards"),

@@ -81,7 +81,7 @@ def split_gradient(stream: Stream, world: int, attention: str) -> tuple[torch.Te
     batch = stream.global_batch(Position())
     sums = torch.zeros(2)
     for rank in range(world):
-        sums += learner._accumulate(batch.micro_batches(rank, world), batch.trained_tokens)
+        sums += learner._accumulate(batch.micro_batches(rank, world), batch.trained_tokens)[0]
     return gradients(module), float(sums[1]) / batch.trained_tokens
 
 

@@ -64,6 +64,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field=
     memory_bytes: int = 0
     micro_batches: int = 0
     recompiles: int = 0
+    loss_scale: float | None = None
 
 
 class RankLine(msgspec.Struct, frozen=True, kw_only=True, tag="rank", tag_field="event"):

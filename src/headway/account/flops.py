@@ -6,7 +6,7 @@ the backward pass of a fully trained model is twice its forward. Everything is a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -19,7 +19,7 @@ from headway.account.layers import Attention, Layer, Weight
 from headway.account.shape import ModelShape
 
 Convention = Literal["causal", "full-attention"]
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full", "offload"] | int
 Lengths = npt.NDArray[np.int64]
 
 _PAIRS: dict[str, str] = {
@@ -225,7 +225,8 @@ def step_flops(
 
     `lengths` are the real documents (int64 [D]), `layout` the segments computed. Padding is the difference between
     the two: its slots, its own attention, and in rectangular rows the attention over the padded width. `recompute`
-    "full" runs the layers' forward again (the head is kept). Raises ValueError when the layout is smaller than the
+    "full" (and "offload") runs the layers' forward again (the head is kept), a number that of the first so many layers;
+    "selective" keeps every product, so it counts nothing. Raises ValueError when the layout is smaller than the
     documents.
     """
     useful = document_flops(shape, lengths, trainable=trainable, convention=convention, head_tokens=head_tokens)
@@ -236,7 +237,11 @@ def step_flops(
     if min(padding.matmul.forward, padding.attention.forward, padding.head.forward) < 0:
         raise ValueError("the layout computes less than its documents hold; is a document missing from it?")
     again = FlopCount()
-    if recompute == "full":
+    if isinstance(recompute, int):
+        part = replace(shape, layers=shape.layers[:recompute], outer=())
+        some = document_flops(part, layout.segments, trainable=trainable, convention=convention)
+        again = FlopCount(matmul=Pass(some.matmul.forward), attention=Pass(some.attention.forward))
+    elif recompute in ("full", "offload"):
         again = FlopCount(matmul=Pass(computed.matmul.forward), attention=Pass(computed.attention.forward))
     return StepFlops(useful, padding, again)
 

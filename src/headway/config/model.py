@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -83,11 +83,18 @@ class ModelConfig(Section):
         description="Train low-rank adapters instead of all weights; null trains every weight.",
         json_schema_extra=marks(identity=True),
     )
-    recompute: Literal["none", "full"] = Field(
+    recompute: Literal["auto", "none", "selective", "full"] | Annotated[int, Field(ge=1)] = Field(
+        default="auto",
+        description="Activation recompute: `none`, `selective` (keeps matrix products and attention), a number n (also "
+        "the first n layers wholly) or `full` (keeps layer inputs; a third more compute); `auto` takes the least that "
+        "fits, more when memory runs out.",
+        json_schema_extra=marks(allowed="auto, none, selective, full, or a number of layers"),
+    )
+    offload: Literal["none", "activations", "optimizer"] = Field(
         default="none",
-        description="Activation recompute: `full` keeps only each layer's input and runs its forward again "
-        "in backward (less memory, about a third more compute); none because the compute is wasted where memory "
-        "suffices.",
+        description="What may move to host memory: `activations` adds a level below full recompute, `optimizer` also "
+        "moves weights, gradients and optimizer state (needs parallel.fsdp of 2 or more); none because the link is "
+        "slow, as the printed cost shows.",
     )
     trust_remote_code: bool = Field(
         default=False,

@@ -67,11 +67,17 @@ class TrainConfig(Section):
         default_factory=LossConfig,
         description="Additional terms of the loss.",
     )
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
+    precision: Literal["auto", "float32", "bfloat16", "float16", "float8"] = Field(
         default="auto",
         description="Type that matrix products run in; `auto` is bfloat16 on CUDA, where it is several times "
-        "as fast, and float32 on CPU.",
+        "as fast, and float32 on CPU. `float16` scales the loss, `float8` is torchao's, for the layers' linear parts.",
         json_schema_extra=marks(identity=True),
+    )
+    sensitive: list[str] = Field(
+        default=["*norm*", "*router*", "*.gate", "lm_head"],
+        description="Modules kept in float32 and out of float8, by name pattern; of the head only the loss is float32, "
+        "because its product alone would cost more there than all layers.",
+        json_schema_extra=marks(identity=True, allowed="a list of name patterns, e.g. [*norm*, *.mlp.down_proj]"),
     )
     compile: bool = Field(
         default=False,

@@ -30,6 +30,11 @@ class Replicas:
     compute_dtype: torch.dtype
     device_type: str
 
+    @property
+    def casts_itself(self) -> bool:
+        """Whether FSDP2 casts weights and inputs to the compute dtype, so that nothing needs autocast."""
+        return isinstance(self.call, FSDPModule)
+
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
         """Around one micro-batch's forward and backward: gradients travel only with the last one."""
@@ -41,7 +46,7 @@ class Replicas:
 
     def autocast(self) -> AbstractContextManager[object]:
         """Lower precision for the forward pass, where no FSDP policy casts already."""
-        if isinstance(self.call, FSDPModule) or self.compute_dtype == torch.float32:
+        if self.casts_itself or self.compute_dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.compute_dtype)
 

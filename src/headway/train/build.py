@@ -36,12 +36,16 @@ from headway.parallel.wrap import Replicas, transformer_blocks, wrap
 from headway.record.files import write_atomic, write_json
 from headway.record.folder import RunFolder
 from headway.record.jsonl import JsonlWriter
+from headway.train import fitting
 from headway.train import resume as resuming
+from headway.train.agreement import first_failure
 from headway.train.clock import StepClock
 from headway.train.data import Say, evaluation_view, make_stream, prepare_sources, total_steps, training_view
 from headway.train.evaluate import Evaluator
 from headway.train.export import export_live
 from headway.train.flop_counter import FlopCounter
+from headway.train.loss_scale import LossScale
+from headway.train.memory import Fit
 from headway.train.model import BuiltModel, build_model, use_deterministic_kernels
 from headway.train.optim import Optimizers, build_optimizers
 from headway.train.reporter import Reporter
@@ -49,7 +53,8 @@ from headway.train.run import Run
 from headway.train.schedule import Schedule
 from headway.train.step import Learner
 
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,7 @@ class Place:
     layout: Layout
     rank: int
     compute_dtype: torch.dtype
+    ranks_here: int = 1
 
     @property
     def world(self) -> int:
@@ -136,14 +142,18 @@ def _build(
         peak_flops=peak.flops * place.world if peak.flops else None,
         compiled=config.train.compile,
     )
+    learner = _learner(config, replicas, optimizers, clock, place, state)
+    with run_clock.phase("compile"):
+        fit, facts = _fit(config, learner, model, place, reporter, state.step, say)
     return Run(
         config=config,
-        session_start=_session_start(reporter, state, place, steps, peak, model, stream),
+        session_start=_session_start(reporter, state, place, steps, peak, model, stream, facts),
         total_steps=steps,
-        learner=Learner(replicas, optimizers, config.train.loss, config.optim.clip_norm, clock),
+        learner=learner,
+        fit=fit,
         schedule=_schedule(config, steps),
         feeder=Feeder(stream, state.position, place.rank, place.world, place.device.torch, depth=config.data.prefetch),
-        counter=FlopCounter(model.shape, model.trainable, config.model.recompute, place.world),
+        counter=FlopCounter(model.shape, model.trainable, place.world),
         reporter=reporter,
         run_clock=run_clock,
         store=store,
@@ -166,9 +176,9 @@ def _find_place(config: RunConfig, rank_env: RankEnv | None) -> Place:
         use_deterministic_kernels()
     world = rank_env.world_size if rank_env else 1
     replicate, shard = config.parallel.dims(world)
-    bf16 = config.train.precision == "bfloat16" or (config.train.precision == "auto" and device.type == "cuda")
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    return Place(device, Layout(replicate, shard), rank_env.rank if rank_env else 0, dtype)
+    dtype = _DTYPES.get(config.train.precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    rank, here = (rank_env.rank, rank_env.local_world_size) if rank_env else (0, 1)
+    return Place(device, Layout(replicate, shard), rank, dtype, here)
 
 
 def _data(config: RunConfig, place: Place, say: Say, say_prepared: Say) -> tuple[View, Stream]:
@@ -200,6 +210,37 @@ def _model(config: RunConfig, place: Place, view: View, say: Say) -> tuple[Built
         unused_parameters=any(layer.mlp is not None and layer.mlp.experts for layer in model.shape.layers),
     )
     return model, replicas, build_optimizers(model.module, config.optim)
+
+
+def _learner(
+    config: RunConfig,
+    replicas: Replicas,
+    optimizers: Optimizers,
+    clock: StepClock,
+    place: Place,
+    state: resuming.Resumed,
+) -> Learner:
+    scale = LossScale(place.device.torch) if place.compute_dtype == torch.float16 else None
+    if scale is not None and state.loss_scale is not None:
+        scale.load(state.loss_scale)
+    return Learner(
+        replicas, optimizers, config.train.loss, config.optim.clip_norm, clock, scale=scale, agree=first_failure
+    )
+
+
+def _fit(
+    config: RunConfig, learner: Learner, model: BuiltModel, place: Place, reporter: Reporter, step: int, say: Say
+) -> tuple[Fit, list[str]]:
+    """The recompute level: estimated, set, and (on a device) rehearsed on the worst micro-batch before the first step."""
+    replicas, shards = learner.replicas, place.layout.shard
+    choice = fitting.choose_level(config, model.shape, replicas, shards, place.ranks_here)
+    fit = fitting.make_fit(config, model.module, choice, reporter.out_of_memory)
+    lines = fitting.describe(config, choice, model.shape, replicas, shards)
+    if choice.rehearse:
+        lines.append(fitting.rehearse(fit, learner, config, model.shape.vocab, choice.optimizer_bytes))
+    for line in lines:
+        say(f"memory: {line}")
+    return fit, lines
 
 
 def _check_schedule(config: RunConfig, steps: int) -> None:
@@ -240,7 +281,14 @@ def _write_down(config: RunConfig, folder: RunFolder) -> None:
 
 
 def _session_start(
-    reporter: Reporter, state: resuming.Resumed, place: Place, steps: int, peak: Peak, model: BuiltModel, stream: Stream
+    reporter: Reporter,
+    state: resuming.Resumed,
+    place: Place,
+    steps: int,
+    peak: Peak,
+    model: BuiltModel,
+    stream: Stream,
+    memory: list[str],
 ) -> SessionStart:
     facts: dict[str, Any] = {
         "model": model.shape.model_type,
@@ -251,6 +299,7 @@ def _session_start(
         "fsdp": place.layout.shard,
         "sequences_per_step": stream.options.sequences_per_step,
         "convention": describe(trainable=model.trainable),
+        "memory": memory,
     }
     if state.notes:
         facts["notes"] = list(state.notes)

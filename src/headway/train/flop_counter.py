@@ -27,12 +27,11 @@ class FlopCounter:
 
     shape: ModelShape
     trainable: Trainable
-    recompute: Recompute
     world: int
 
-    def count(self, batch: GlobalBatch) -> Counted:
+    def count(self, batch: GlobalBatch, recompute: Recompute) -> Counted:
         layout = SlotLayout(segments(batch, self.world))
-        found = step_flops(self.shape, batch.lengths, layout, recompute=self.recompute, trainable=self.trainable)
+        found = step_flops(self.shape, batch.lengths, layout, recompute=recompute, trainable=self.trainable)
         return Counted(found.to_flops(), layout.slots)
 
 

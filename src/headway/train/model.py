@@ -15,7 +15,6 @@ from headway.config.model import LoraConfig
 from headway.config.run import RunConfig
 from headway.model.load import load_model
 from headway.model.lora import apply_lora
-from headway.model.recompute import set_recompute
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,9 @@ def build_model(config: RunConfig) -> BuiltModel:
     module: nn.Module = model
     digest = ""
     if config.model.lora is not None:
-        trainable = _lora_shape(model, config.model.lora, config.model.recompute == "full")
+        trainable = _lora_shape(model, config.model.lora)
         digest = weights_digest(model)
         module = apply_lora(model, config.model.lora, seed=config.seed)
-    set_recompute(module, config.model.recompute)
     return BuiltModel(module, plain_config, shape, trainable, digest)
 
 
@@ -74,9 +72,9 @@ def weights_digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def _lora_shape(model: nn.Module, lora: LoraConfig, recompute: bool) -> LoraShape:
+def _lora_shape(model: nn.Module, lora: LoraConfig) -> LoraShape:
     targets = tuple(lora.targets) if isinstance(lora.targets, list) else tuple(_linear_names(model))
-    return LoraShape(lora.rank, targets, input_gradient=recompute)
+    return LoraShape(lora.rank, targets)
 
 
 def _linear_names(model: nn.Module) -> list[str]:

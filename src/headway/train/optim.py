@@ -119,8 +119,12 @@ _BUILDERS: dict[str, Callable[[nn.Module, list[dict[str, Any]], OptimConfig], Op
 }
 
 
-def clip_gradients(module: nn.Module, clip_norm: float | None) -> tuple[Tensor, Tensor]:
+def clip_gradients(
+    module: nn.Module, clip_norm: float | None, loss_scale: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Global gradient norm before clipping (float32 scalar, equal on all ranks) and whether it is finite.
+
+    With a loss scale, gradients and norm are divided by it first.
 
     Gradients are scaled by clip_norm / norm where the norm is larger. A non-finite gradient anywhere makes the norm
     non-finite, so this one scalar is the finite check. Sharded and whole parameters may be mixed (FSDP with LoRA):
@@ -131,8 +135,14 @@ def clip_gradients(module: nn.Module, clip_norm: float | None) -> tuple[Tensor, 
     whole = [grad for grad in grads if not isinstance(grad, DTensor)]
     norms = [_whole(torch.nn.utils.get_total_norm(some)).float() for some in (sharded, whole) if some]
     total = torch.linalg.vector_norm(torch.stack(norms))
+    factor = None
+    if loss_scale is not None:
+        factor = 1 / loss_scale
+        total = total * factor
     if clip_norm is not None:
-        factor = torch.clamp(clip_norm / (total + 1e-6), max=1.0)
+        clip = torch.clamp(clip_norm / (total + 1e-6), max=1.0)
+        factor = clip if factor is None else clip * factor
+    if factor is not None:
         torch._foreach_mul_([_local(grad) for grad in grads], factor)
     return total, torch.isfinite(total)
 

@@ -95,7 +95,7 @@ class Reporter:
         for observer in self.observers:
             observer.tell(line)
 
-    def incident(self, fault: str, step: int, evidence: str, action: str) -> None:
+    def incident(self, fault: str, step: int, evidence: str, action: str, seconds_lost: float = 0.0) -> None:
         """Adds a line to the ledger (rank 0) and says it aloud."""
         if self.rank != 0:
             return
@@ -109,14 +109,20 @@ class Reporter:
             rank=self.rank,
             evidence=evidence,
             action=action,
+            seconds_lost=seconds_lost,
         )
         ledger = JsonlWriter(self.incidents)
         ledger.append(line)
         ledger.close()
         print(f"headway: step {step}: {fault}: {evidence}; {action}", file=sys.stderr, flush=True)
 
+    def out_of_memory(self, evidence: str, action: str, seconds: float) -> None:
+        """Tells of an attempt at a step that some rank had no memory for."""
+        self.incident("out of memory", self.totals.steps + len(self._pending) + 1, evidence, action, seconds)
+
     def _line(self, facts: StepFacts, account: Account) -> StepLine:
-        loss, nll, norm, finite = facts.scalars.values() if facts.scalars is not None else (None, None, None, None)
+        values = facts.scalars.values() if facts.scalars is not None else [None] * 4
+        loss, nll, norm, finite, *scale = values
         skipped = "no trained token" if facts.scalars is None else None if finite else "not finite"
         seconds = account.wall_ns / 1e9
         computed = facts.flops.useful + facts.flops.recompute
@@ -144,6 +150,7 @@ class Reporter:
             memory_bytes=memory_bytes(),
             micro_batches=facts.micro_batches,
             recompiles=self._recompiles(),
+            loss_scale=scale[0] if scale else None,
         )
 
     def _tell_rank(self, facts: StepFacts, account: Account) -> None:

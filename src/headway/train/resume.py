@@ -40,6 +40,7 @@ class Resumed:
     position: Position = START
     totals: Totals | None = None
     notes: tuple[str, ...] = ()
+    loss_scale: dict[str, Any] | None = None
 
 
 def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any], base_digest: str) -> dict[str, Any]:
@@ -120,4 +121,5 @@ def resume(
         position=Position.from_dict(meta["position"]),
         totals=Totals.from_dict(meta["totals"]),
         notes=(*notes, *loaded.notes),
+        loss_scale=meta.get("loss_scale"),
     )

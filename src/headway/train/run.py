@@ -25,6 +25,7 @@ from headway.guard.training_state import capture
 from headway.train.clock import StepClock
 from headway.train.evaluate import Evaluator
 from headway.train.flop_counter import FlopCounter
+from headway.train.memory import Fit
 from headway.train.reporter import Reporter, StepFacts
 from headway.train.scalars import Scalars
 from headway.train.schedule import Schedule
@@ -45,6 +46,7 @@ class Run:
     session_start: SessionStart
     total_steps: int
     learner: Learner
+    fit: Fit
     schedule: Schedule
     feeder: Feeder
     counter: FlopCounter
@@ -93,8 +95,9 @@ class Run:
         lr = self.learner.optimizers.set_lr(self.schedule.factor(self.step))
         scalars = None
         if fed.batch.trained_tokens:
-            scalars = Scalars(self.learner.update(fed.micro_batches, fed.batch.trained_tokens))
-        counted = self.counter.count(fed.batch)
+            trained = fed.batch.trained_tokens
+            scalars = Scalars(self.fit.run(lambda parts: self.learner.update(parts, trained), fed.micro_batches))
+        counted = self.counter.count(fed.batch, self.fit.level)
         self.step += 1
         self.position = fed.batch.next
         self.reporter.launched(
@@ -110,7 +113,7 @@ class Run:
                 local_tokens=sum(batch.tokens for batch in fed.micro_batches),
                 local_trained_tokens=sum(batch.trained_tokens for batch in fed.micro_batches),
                 documents=len(fed.batch.documents),
-                micro_batches=len(fed.micro_batches),
+                micro_batches=len(fed.micro_batches) * self.fit.parts,
                 flops=counted.flops,
                 scalars=scalars,
             )
@@ -197,6 +200,7 @@ class Run:
             "totals": self.reporter.totals.to_dict(),
             "session": self.reporter.session,
             "identity": self.identity,
+            "loss_scale": self.learner.scale.state() if self.learner.scale else None,
         }
 
     def finish(self) -> None:

@@ -1,0 +1,31 @@
+"""How much memory one rank may use, as the machine says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+_CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def memory_capacity(device_type: str, ranks_here: int) -> float:
+    """Bytes a rank can have in all, what it holds already included: of its GPU, or its share of the host's memory."""
+    if device_type == "cuda":
+        free, _ = torch.cuda.mem_get_info()
+        return float(free + torch.cuda.memory_reserved())
+    available = min(psutil.virtual_memory().available, _cgroup_limit())
+    return available / ranks_here + psutil.Process().memory_info().rss
+
+
+def _cgroup_limit() -> float:
+    """A container's limit; infinite where there is none."""
+    for path in _CGROUP:
+        try:
+            text = path.read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            return float(text)
+    return float("inf")

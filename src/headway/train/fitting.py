@@ -1,0 +1,181 @@
+"""From the run file and the machine to the recompute level that training starts with, estimated and then rehearsed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from headway.account.errors import UserError
+from headway.account.shape import ModelShape
+from headway.config.run import RunConfig
+from headway.data.batch import Batch
+from headway.guard.process_group import control
+from headway.model.forward import attention_of
+from headway.model.recompute import set_recompute
+from headway.parallel.memory import memory_capacity
+from headway.parallel.wrap import Replicas, transformer_blocks
+from headway.plan.activations import (
+    Estimate,
+    Level,
+    States,
+    Work,
+    ladder,
+    least_that_fits,
+    offload_cost,
+    optimizer_offload_cost,
+)
+from headway.train.memory import Fit, keep_random_state
+from headway.train.step import Learner
+
+GIB = 2**30
+# Bytes of optimizer state per trained parameter, in units of the parameter's own width.
+_STATE = {"adamw": 2.0, "muon": 1.2, "adamw8bit": 0.55}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """levels: what may be tried, the chosen one first. predicted: of the chosen one. rehearse: run the worst pack."""
+
+    levels: list[Level]
+    predicted: Estimate
+    capacity: float
+    optimizer_bytes: float
+    rehearse: bool
+
+
+def choose_level(config: RunConfig, shape: ModelShape, replicas: Replicas, shards: int, ranks_here: int) -> Choice:
+    """The least level whose estimate fits on every rank (the run file's own, where it names one). Collective."""
+    states = _states(config, replicas, shards)
+    work = _work(config, replicas)
+    capacity = memory_capacity(replicas.device_type, ranks_here)
+    on_device = replicas.device_type == "cuda"
+    wanted = config.model.recompute
+    if wanted != "auto":
+        _, (predicted,) = least_that_fits(shape, work, states, capacity, [wanted], device=on_device)
+        return Choice([wanted], predicted, capacity, states.optimizer, rehearse=False)
+    levels = ladder(len(shape.layers), offload=config.model.offload != "none")
+    if not can_recompute(replicas.module):
+        levels = ["none"]
+    chosen, estimates = least_that_fits(shape, work, states, capacity, levels, device=on_device)
+    at = max(control().gather(levels.index(chosen)))
+    predicted = estimates[at]
+    # Where memory is host memory, too much of it kills the process instead of raising: a rehearsal proves nothing.
+    return Choice(levels[at:], predicted, capacity, states.optimizer, rehearse=on_device)
+
+
+def can_recompute(module: nn.Module) -> bool:
+    try:
+        set_recompute(module, "full")
+    except UserError:
+        return False
+    set_recompute(module, "none")
+    return True
+
+
+def describe(config: RunConfig, choice: Choice, shape: ModelShape, replicas: Replicas, shards: int) -> list[str]:
+    """What was chosen and what it is predicted to take, one fact a line."""
+    total, capacity = choice.predicted.total / GIB, choice.capacity / GIB
+    lines = [f"recompute {choice.levels[0]}: predicted peak {total:.2f} GiB of {capacity:.2f} GiB on a rank"]
+    work = _work(config, replicas)
+    if choice.levels[0] == "offload" or (config.model.offload != "none" and "offload" in choice.levels):
+        moved, seconds = offload_cost(shape, work)
+        lines.append(
+            f"offload of activations {'is in force' if choice.levels[0] == 'offload' else 'is the last level'}: "
+            f"{moved / GIB:.2f} GiB a micro-batch to the host and back, predicted {seconds:.3f} s unless hidden"
+        )
+    if config.model.offload == "optimizer":
+        trained = float(sum(p.numel() for p in replicas.module.parameters() if p.requires_grad))
+        held, seconds = optimizer_offload_cost(trained, shards)
+        lines.append(
+            f"offload of the optimizer: {held / GIB:.2f} GiB a rank on the host, predicted {seconds:.3f} s a step more"
+        )
+    return lines
+
+
+def rehearse(fit: Fit, learner: Learner, config: RunConfig, vocab: int, optimizer_bytes: float) -> str:
+    """Forward and backward on the worst micro-batch before the first step, at each level until one fits. Collective.
+
+    The optimizer's state, made only by the first step, is stood in for. Leaves no gradient and the random state as it
+    was. Returns what the device's allocator measured, in words.
+    """
+    replicas = learner.replicas
+    device = next(replicas.module.parameters()).device
+    batch = worst_batch(config, vocab).to(device)
+    several = config.train.global_batch_sequences is not None or config.train.global_batch_tokens is not None
+    with keep_random_state():
+        stand_in = (
+            torch.empty(int(optimizer_bytes), dtype=torch.uint8, device=device) if device.type == "cuda" else None
+        )
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        # Twice, where steps accumulate: the second pass finds the gradients of the first in memory.
+        fit.run(lambda parts: learner.learn(parts, batch.trained_tokens), [batch] * (2 if several else 1))
+        learner.optimizers.zero_grad()
+        del stand_in
+    if device.type != "cuda":
+        return "the worst micro-batch ran"
+    allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
+    torch.cuda.empty_cache()
+    return f"the worst micro-batch ran: {allocated:.2f} GiB allocated, {reserved:.2f} GiB reserved"
+
+
+def worst_batch(config: RunConfig, vocab: int) -> Batch:
+    """The micro-batch that needs most: full of the longest documents, every token trained."""
+    data = config.data
+    rows, width = (1, data.slots) if data.packed else (data.rows, data.seq_len)
+    slots = rows * width
+    table = np.unique(np.concatenate([np.arange(0, slots, data.seq_len), [slots]]))
+    sizes = np.diff(table)
+    ids = torch.arange(slots) % vocab
+    return Batch(
+        input_ids=ids.view(rows, width),
+        labels=ids.view(rows, width),
+        position_ids=(torch.arange(slots) - torch.from_numpy(np.repeat(table[:-1], sizes))).view(rows, width),
+        cu_seqlens=torch.from_numpy(table.astype(np.int32)),
+        max_seqlen=int(sizes.max()),
+        packed=data.packed,
+        documents=np.arange(len(sizes), dtype=np.int64),
+        lengths=sizes.astype(np.int64),
+        tokens=slots,
+        trained_tokens=slots,
+    )
+
+
+def _work(config: RunConfig, replicas: Replicas) -> Work:
+    data = config.data
+    slots = data.slots if data.packed else data.rows * data.seq_len
+    scores = (data.slots if data.packed else data.seq_len) if attention_of(replicas.module) == "eager" else 0
+    wide = replicas.compute_dtype.itemsize
+    master = next(replicas.module.parameters()).dtype.itemsize
+    return Work(slots, wide, wide if replicas.casts_itself else max(wide, master), scores)
+
+
+def _states(config: RunConfig, replicas: Replicas, shards: int) -> States:
+    parameters = list(replicas.module.parameters())
+    held = sum(p.numel() * p.element_size() for p in parameters)
+    trained = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    wide = replicas.compute_dtype.itemsize
+    count = sum(p.numel() for p in parameters)
+    if replicas.casts_itself:  # two blocks at a time, and what lies outside of them
+        inside = [sum(p.numel() for p in block.parameters()) for block in transformer_blocks(replicas.module)]
+        gathered = wide * (2 * max(inside, default=0) + count - sum(inside))
+    else:
+        gathered = wide * count if any(p.element_size() != wide for p in parameters) else 0
+    state = _STATE[config.optim.name] * trained
+    if config.model.offload == "optimizer":
+        return States(0, 0, 0, gathered)
+    return States(held / shards, trained / shards, state / shards, gathered)
+
+
+Most = Callable[[int], int]
+
+
+def make_fit(config: RunConfig, module: nn.Module, choice: Choice, tell: Callable[[str, str, float], None]) -> Fit:
+    """Levels may change while training only under `auto`; a fixed level is an answer that the user gave."""
+    set_recompute(module, choice.levels[0])
+    auto = config.model.recompute == "auto"
+    return Fit(module, list(choice.levels), most=lambda mine: max(control().gather(mine)) if auto else 1, tell=tell)

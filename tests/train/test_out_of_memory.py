@@ -1,0 +1,157 @@
+"""Out of memory on one rank only: all ranks go on together on the next level, and the curve is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from guard.guard_helpers import on_ranks, run_ranks
+from headway.account.errors import UserError
+from headway.config.optim import OptimConfig
+from headway.config.train import LossConfig
+from headway.data.batch import Batch
+from headway.data.global_batch import Position
+from headway.guard.process_group import control
+from headway.model.load import load_model
+from headway.model.recompute import set_recompute
+from headway.parallel.mesh import Layout, build_mesh
+from headway.parallel.wrap import wrap
+from headway.train import step as step_module
+from headway.train.agreement import first_failure
+from headway.train.clock import StepClock
+from headway.train.memory import Fit
+from headway.train.optim import build_optimizers
+from headway.train.step import Learner
+from tiny import config
+from train.test_step import make_stream
+
+pytestmark = pytest.mark.timeout(600)
+STEPS = 3
+LAYERS = 3
+
+
+class Fault:
+    """Raises out-of-memory once on one rank, at one place, in one step and micro-batch."""
+
+    def __init__(self, at: str, step: int = 1, micro: int = 0) -> None:
+        self.at, self.step, self.micro = at, step, micro
+        self.now = self.count = 0
+        self.fired = 0
+
+    def due(self) -> bool:
+        return self.fired == 0 and self.now == self.step and self.count == self.micro
+
+    def raise_it(self) -> None:
+        self.fired += 1
+        raise torch.OutOfMemoryError("planted: tried to allocate 3.14 GiB")
+
+    def plant(self, model: nn.Module) -> None:
+        """at: forward.N or backward.N (a decoder layer), embedding, head, loss, backward.head, backward.embedding"""
+        inner: Any = model
+        kind, _, where = self.at.partition(".")
+        modules = {"head": inner.lm_head, "embedding": inner.model.embed_tokens, "norm": inner.model.norm}
+        modules |= {str(n): layer.mlp.down_proj for n, layer in enumerate(inner.model.layers)}
+        if kind == "forward":
+            modules[where].register_forward_hook(lambda *_: self.raise_it() if self.due() else None)
+        elif kind == "backward":
+            modules[where].register_forward_hook(self._in_backward)
+
+    def _in_backward(self, module: nn.Module, args: object, output: torch.Tensor) -> None:
+        if output.requires_grad and self.due():
+            output.register_hook(lambda grad: self.raise_it() if self.fired == 0 else grad)
+
+
+def curve(
+    rank: int, kind: str, at: str | None, micro: int = 0, fixed: bool = False, dropout: float = 0.0
+) -> tuple[list[str], list[str], int]:
+    """Losses and norms of three steps as exact numbers, what was told, and how often the fault fired on this rank."""
+    torch.manual_seed(rank)
+    module = load_model(config=config(num_hidden_layers=LAYERS, attention_dropout=dropout), seed=3)
+    layout = {"fsdp": Layout(1, 2), "ddp": Layout(2, 1), "hsdp": Layout(2, 2), "one": Layout()}[kind]
+    replicas = wrap(module, build_mesh(layout, "cpu"), layout, torch.float32)
+    told: list[str] = []
+    fit = Fit(
+        module,
+        ["none"] if fixed else ["none", "selective", 1, "full"],
+        most=lambda mine: 1 if fixed else max(control().gather(mine)),
+        tell=lambda evidence, action, seconds: told.append(f"{evidence}: {action}"),
+    )
+    set_recompute(module, "none")
+    learner = Learner(
+        replicas, build_optimizers(module, OptimConfig(lr=1e-2)), LossConfig(), 1.0, StepClock("cpu"),
+        agree=first_failure,
+    )  # fmt: skip
+    fault = Fault(at or "nowhere", micro=micro)
+    if rank == layout.world_size - 1:
+        fault.plant(module)
+        _plant_in_loss(fault)
+    stream = make_stream(sequences=4 * layout.world_size)
+    batch = stream.global_batch(Position())
+    found: list[str] = []
+    for step in range(STEPS):
+        fault.now = step
+
+        def work(parts: Sequence[Batch]) -> torch.Tensor:
+            return learner.update(_counted(parts, fault), batch.trained_tokens)
+
+        found.append(
+            "/".join(value.hex() for value in fit.run(work, batch.micro_batches(rank, layout.world_size)).tolist())
+        )
+        batch = stream.global_batch(batch.next)
+    return found, told, fault.fired
+
+
+class _counted(list):  # noqa: N801
+    """Micro-batches that tell the fault which of them is computed."""
+
+    def __init__(self, parts: Sequence[Batch], fault: Fault) -> None:
+        super().__init__(parts)
+        self.fault = fault
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        for index, part in enumerate(list.__iter__(self)):
+            self.fault.count = index
+            yield part
+
+
+def _plant_in_loss(fault: Fault) -> None:
+    original: Callable[..., Any] = step_module.loss_sum
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if fault.at == "loss" and fault.due():
+            fault.raise_it()
+        return original(*args, **kwargs)
+
+    step_module.loss_sum = failing  # type: ignore[attr-defined]
+
+
+PLACES = [
+    ("forward.embedding", 0), ("forward.0", 0), ("forward.1", 1), ("forward.2", 0), ("forward.norm", 1),
+    ("forward.head", 0), ("loss", 1), ("backward.head", 0), ("backward.2", 1), ("backward.1", 0), ("backward.0", 1),
+    ("backward.embedding", 0),
+]  # fmt: skip
+
+
+def several(rank: int, kind: str) -> dict[str, Any]:
+    """Every place in one process group: each leaves it fit for the next."""
+    original = step_module.loss_sum
+    found: dict[str, Any] = {"none": curve(rank, kind, None)}
+    for at, micro in PLACES:
+        step_module.loss_sum = original  # type: ignore[attr-defined]
+        found[at] = curve(rank, kind, at, micro)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_out_of_memory_on_rank_1_only_hangs_nothing_and_changes_no_loss(kind: str) -> None:
+    first, second = on_ranks(2, several, kind, timeout=240)
+    assert first["none"][0] == second["none"][0] and not first["none"][1]
+    for at, _ in PLACES:
+        for rank, (losses, told, fired) in enumerate((first[at], second[at])):
+            assert fired == rank, f"{at}: the fault is rank 1's alone"
+            assert losses == first["none"][0], at
+            assert len(told) == 1 and "rank 1" in told[0] and "goes to selective" in told[0], at
