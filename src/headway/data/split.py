@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -55,7 +56,7 @@ def _split_rows(batch: Batch, parts: int) -> list[Batch]:
     cuts = [rows * i // parts for i in range(parts + 1)]
     table = batch.cu_seqlens
     pieces = []
-    for top, bottom in zip(cuts[:-1], cuts[1:], strict=True):
+    for top, bottom in itertools.pairwise(cuts):
         if top == bottom:
             pieces.append(_padding(batch))
             continue

@@ -32,7 +32,7 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
             continue
         owner_name, _, leaf = name.rpartition(".")
         owner = owners[owner_name]
-        if _is_norm(owner):
+        if is_norm(owner):
             roles[name] = "norm"
         elif leaf == "bias" or leaf.endswith("_bias"):
             roles[name] = "bias"
@@ -59,7 +59,8 @@ def decay_groups(model: nn.Module) -> DecayGroups:
     )
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module normalises (its parameters are scales and shifts)."""
     # Most models bring an RMSNorm class of their own, which shares nothing with torch's but the word.
     return isinstance(module, _NORMS) or "norm" in type(module).__name__.lower()
 

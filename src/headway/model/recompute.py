@@ -1,4 +1,4 @@
-"""Activation recompute: keep less of the forward pass, run that part again in backward (arXiv:1604.06174, 2205.05198)."""
+"""Activation recompute: keep less of the forward, run that part again in backward (arXiv:1604.06174, 2205.05198)."""
 
 from __future__ import annotations
 
@@ -60,13 +60,16 @@ def set_recompute(model: nn.Module, level: Level) -> None:
     if not known:
         raise UserError(f"model.recompute {level!r} is unknown; use auto, none, selective, full or a number of layers")
     for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = level != "none"
-        layer._gradient_checkpointing_func = _function(inner, _of_layer(level, index))
+        _switch(layer, level != "none", _function(inner, _of_layer(level, index)))
     for module in inner.modules():
         # Models that call the function themselves ask this flag.
         if hasattr(module, "gradient_checkpointing") and not isinstance(module, GradientCheckpointingLayer):
-            module.gradient_checkpointing = level != "none"
-            module._gradient_checkpointing_func = _function(inner, _of_layer(level, 0))
+            _switch(module, level != "none", _function(inner, _of_layer(level, 0)))
+
+
+def _switch(module: Any, on: bool, function: Callable[..., Any]) -> None:
+    module.gradient_checkpointing = on
+    module._gradient_checkpointing_func = function
 
 
 def _of_layer(level: Level, index: int) -> Level:

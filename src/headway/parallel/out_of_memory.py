@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def can_be_finished(error: BaseException) -> bool:
-    """False where the failure lies inside a gradient's reduction: then the process must end, and its launcher the rest."""
+    """False where the failure lies inside a gradient's reduction: then the process must end, and its launcher all."""
     at = error.__traceback__
     while at is not None:
         if at.tb_frame.f_code.co_name in _TOO_LATE:
@@ -160,9 +160,10 @@ def _backward_has_begun(root: Any, groups: list[Any]) -> bool:
 def _zero_missing(group: Any) -> None:
     for parameter in group.fsdp_params:
         whole = getattr(parameter, "_unsharded_param", None)
-        if whole is not None and whole.requires_grad and whole.grad is None:
-            if parameter.unsharded_accumulated_grad is None:
-                whole.grad = torch.zeros_like(whole)
+        if whole is None or not whole.requires_grad:
+            continue
+        if whole.grad is None and parameter.unsharded_accumulated_grad is None:
+            whole.grad = torch.zeros_like(whole)
 
 
 class _Zeros(torch.autograd.Function):

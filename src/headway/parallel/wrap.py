@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from headway.account.errors import UserError
 from headway.parallel.mesh import REPLICATE, SHARD, Layout
 
 
@@ -65,6 +66,7 @@ def wrap(
     *,
     reshard_after_forward: bool = True,
     unused_parameters: bool = False,
+    offload_optimizer: bool = False,
 ) -> Replicas:
     """Wraps a model that lies on its device.
 
@@ -74,11 +76,19 @@ def wrap(
         compute_dtype: dtype of the forward and backward pass; parameters keep their own, gradients are reduced in fp32.
         unused_parameters: a step may leave parameters without gradient (experts that saw no token); without this, DDP
             would wait for them for ever.
+        offload_optimizer: weights, gradients and optimizer state stay in host memory (FSDP2's CPUOffloadPolicy).
+
+    Raises:
+        UserError: the optimizer is to be offloaded, and nothing is sharded.
     """
+    if offload_optimizer and (mesh is None or layout.shard == 1):
+        raise UserError("model.offload: optimizer is done by FSDP2; set parallel.fsdp to 2 or more")
     device_type = next(module.parameters()).device.type
     call: nn.Module = module
     if mesh is not None and layout.shard > 1:
-        _shard(module, mesh, layout, compute_dtype, reshard_after_forward)
+        # On a CPU everything is in host memory already.
+        offload = CPUOffloadPolicy() if offload_optimizer and device_type == "cuda" else OffloadPolicy()
+        _shard(module, mesh, layout, compute_dtype, reshard_after_forward, offload)
     elif mesh is not None:
         call = DistributedDataParallel(
             module,
@@ -90,15 +100,26 @@ def wrap(
 
 
 def _shard(
-    module: nn.Module, mesh: DeviceMesh, layout: Layout, compute_dtype: torch.dtype, reshard_after_forward: bool
+    module: nn.Module,
+    mesh: DeviceMesh,
+    layout: Layout,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool,
+    offload: OffloadPolicy,
 ) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
     where = mesh if layout.replicate > 1 else mesh[SHARD]
     for block in transformer_blocks(module):
-        fully_shard(block, mesh=where, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(module, mesh=where, mp_policy=policy, reshard_after_forward=False)
+        fully_shard(
+            block,
+            mesh=where,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            offload_policy=offload,
+        )
+    fully_shard(module, mesh=where, mp_policy=policy, reshard_after_forward=False, offload_policy=offload)
 
 
 def transformer_blocks(module: nn.Module) -> list[nn.Module]:

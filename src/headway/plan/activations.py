@@ -1,4 +1,4 @@
-"""Bytes that one rank needs to train, and the least activation recompute with which they fit. Pure arithmetic, no torch.
+"""Bytes that one rank needs to train, and the least activation recompute with which they fit. Arithmetic, no torch.
 
 What a layer keeps for its backward pass is counted from its real matrices, for the eager path (the largest); fused
 kernels keep less, so the estimate errs towards more recompute, and a rehearsal on the worst pack has the last word.

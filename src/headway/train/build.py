@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from headway.account.errors import UserError
 from headway.account.events import Observer, SessionStart
@@ -30,6 +31,7 @@ from headway.guard.ranks import RankEnv
 from headway.guard.signals import StopRequest
 from headway.model.isolation import prove_isolation
 from headway.model.load import check_model_folder
+from headway.model.precision import keep_wide, use_float8
 from headway.parallel.device import Device, choose_device
 from headway.parallel.mesh import Layout, build_mesh
 from headway.parallel.wrap import Replicas, transformer_blocks, wrap
@@ -198,6 +200,9 @@ def _model(config: RunConfig, place: Place, view: View, say: Say) -> tuple[Built
     with torch.autocast(place.device.type, place.compute_dtype, enabled=place.compute_dtype != torch.float32):
         proof = prove_isolation(model.module, device=place.device.torch, packed=config.data.packed)
     say(f"isolation: {proof.summary()}")
+    # Only now: float8 has one scale a tensor, so a document's largest value changes how its neighbours are rounded.
+    for line in _precision(config, model.module, place):
+        say(f"precision: {line}")
     if config.train.compile:
         for block in transformer_blocks(model.module):
             block.compile()
@@ -208,8 +213,24 @@ def _model(config: RunConfig, place: Place, view: View, say: Say) -> tuple[Built
         place.compute_dtype,
         reshard_after_forward=config.parallel.reshard_after_forward,
         unused_parameters=any(layer.mlp is not None and layer.mlp.experts for layer in model.shape.layers),
+        offload_optimizer=config.model.offload == "optimizer",
     )
     return model, replicas, build_optimizers(model.module, config.optim)
+
+
+def _precision(config: RunConfig, module: nn.Module, place: Place) -> list[str]:
+    """Sets what runs wider or narrower than the compute dtype; says so."""
+    lines = []
+    if config.train.precision == "float8":
+        if config.model.lora is not None:
+            raise UserError("train.precision: float8 trains whole weights; with model.lora use bfloat16")
+        converted = use_float8(module, config.train.sensitive, emulate=place.device.type == "cpu")
+        how = ", emulated (no gain on a CPU)" if place.device.type == "cpu" else ""
+        lines.append(f"{len(converted)} linear layers run in float8{how}, the rest in bfloat16")
+    if place.compute_dtype != torch.float32:
+        wide = keep_wide(module, config.train.sensitive)
+        lines += [f"{len(wide)} modules computed in float32 by train.sensitive: {wide[0]} …"] if wide else []
+    return lines
 
 
 def _learner(
@@ -231,7 +252,7 @@ def _learner(
 def _fit(
     config: RunConfig, learner: Learner, model: BuiltModel, place: Place, reporter: Reporter, step: int, say: Say
 ) -> tuple[Fit, list[str]]:
-    """The recompute level: estimated, set, and (on a device) rehearsed on the worst micro-batch before the first step."""
+    """The recompute level: estimated, set, and (on a device) rehearsed on the worst micro-batch."""
     replicas, shards = learner.replicas, place.layout.shard
     choice = fitting.choose_level(config, model.shape, replicas, shards, place.ranks_here)
     fit = fitting.make_fit(config, model.module, choice, reporter.out_of_memory)

@@ -1,4 +1,4 @@
-"""How the model is made to fit: a recompute level from the estimate, confirmed on the worst pack, changed when it fails.
+"""How the model is made to fit: a recompute level from the estimate, confirmed on the worst pack, raised on failure.
 
 Every decision is made from what all ranks know alike, so that all of them go to the same next level.
 """

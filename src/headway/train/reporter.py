@@ -27,6 +27,7 @@ from headway.train.scalars import Scalars
 
 # Ten let a stray bad batch pass, but not a broken run.
 MAX_SKIPPED = 10
+OVERFLOW = "float16 overflow, loss scale halved"
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class Reporter:
         values = facts.scalars.values() if facts.scalars is not None else [None] * 4
         loss, nll, norm, finite, *scale = values
         skipped = "no trained token" if facts.scalars is None else None if finite else "not finite"
+        if skipped == "not finite" and scale and (scale[0] or 0) > 1:
+            skipped = OVERFLOW
         seconds = account.wall_ns / 1e9
         computed = facts.flops.useful + facts.flops.recompute
         return StepLine(
@@ -181,7 +184,9 @@ class Reporter:
                 f"step {line.step}: the loss is exactly 0 over {line.trained_tokens} trained tokens: the model sees "
                 "its answers (documents leak, or labels are the inputs); stopped"
             )
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if line.skipped else 0
+        # A loss scale that is still above 1 is being lowered: it finds its place within 16 steps of its start.
+        if line.skipped != OVERFLOW:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if line.skipped else 0
         if self.skipped_in_a_row > MAX_SKIPPED:
             raise UserError(
                 f"step {line.step}: {self.skipped_in_a_row} steps in a row could not update the weights "
