@@ -10,7 +10,7 @@ import typer
 
 from headway.cli.output import print_json
 
-app = typer.Typer(no_args_is_help=True, help="Measure the machine (peak) and the parts (data, packing).")
+app = typer.Typer(no_args_is_help=True, help="Measure the machine (peak), the parts (data, packing) and the whole (speed).")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -71,3 +71,60 @@ def packing(
 
     lines = compare(documents, capacity, rounds, peer_repeats=1)
     print_json({"lines": lines}) if json else print("\n".join(lines))
+
+
+@app.command()
+def speed(
+    run_file: Annotated[Path, typer.Argument(help="Run file: model, data, seq_len, learning rate.", metavar="RUN.yaml")],
+    peers: Annotated[str, typer.Option(help="Other trainers to run beside Headway: hf, trl (comma separated).")] = "",
+    peer_python: Annotated[
+        str | None, typer.Option(help="Interpreter that has the peers installed (default: this one).")
+    ] = None,
+    presets: Annotated[str, typer.Option(help="Headway's contestants; the last is held against all.")] = "naive,fast",
+    documents: Annotated[int, typer.Option(help="Documents a round, the same for all.", min=2)] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds that count.", min=1)] = 3,
+    warm_up: Annotated[bool, typer.Option(help="One round before them that does not count.")] = True,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of each contestant (default: torch's).")] = None,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="A new process each round, where memory does not hold all at once.")
+    ] = False,
+    scratch: Annotated[Path | None, typer.Option(help="Folder to keep what is written (default: removed).")] = None,
+    json: Json = False,
+) -> int:
+    """Run Headway's presets and other trainers side by side on the same documents; print ratios and waterfalls.
+
+    Exit code 1 when a contestant of Headway's own computes something else than one document at a time would.
+
+    Example: headway bench speed run.yaml --peers hf,trl --peer-python peers/bin/python
+    """
+    import sys
+    import tempfile
+
+    from headway.bench.speed import SpeedOptions, bench_speed
+    from headway.bench.speed_table import lines, record
+
+    options = SpeedOptions(
+        presets=_names(presets),
+        peers=_names(peers),
+        peer_python=peer_python,
+        documents=documents,
+        rounds=rounds,
+        warm_up=warm_up,
+        threads=threads,
+        resident=not restart,
+    )
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if json else sys.stdout, flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="headway-speed-") as temporary:
+        result = bench_speed(run_file, options, scratch or Path(temporary), say)
+        if json:
+            print_json(record(result))
+        else:
+            print("\n" + "\n".join(lines(result)))
+    return 1 if any(each.wrong for each in result.contestants if each.name in options.presets) else 0
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -1,0 +1,265 @@
+"""`headway bench speed`: Headway's presets and other trainers side by side on the same documents, in turn.
+
+Every contestant has a process of its own and trains the same list of documents once a round; the rounds go round the
+contestants, so that a machine that slows down slows all of them. The first round warms up and is not counted. Before
+it, each contestant's own loss over a few documents is held against one document at a time in float32: one that leaks
+across documents or trains other tokens is named as wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.account.errors import UserError
+from headway.bench.speed_documents import Chosen, choose, short_ones
+from headway.bench.speed_process import Contestant, Round, headway_command, peer_command, reference_check
+from headway.config.diff import flatten
+from headway.config.dump import as_plain, dump_yaml
+from headway.config.load import load_run
+from headway.config.presets import PRESETS
+from headway.config.run import RunConfig
+from headway.data.stream import Stream, StreamOptions
+from headway.data.view import View
+from headway.parallel.device import choose_device
+from headway.train.data import prepare_sources, training_view
+
+PEERS = ("hf", "trl")
+ROWS = 8
+#: What float32 sums in another order may differ by; a leak or a shifted label differs by percents.
+SAME = {"fp32": 1e-4, "bf16": 1e-2}
+_CHECK_DOCUMENTS, _CHECK_LONGEST = 6, 256
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class SpeedOptions:
+    """presets and peers compete; documents a round; rounds that count; warm_up: one round before them.
+
+    resident: processes live through all rounds; otherwise each round has new ones, which warm up each time.
+    """
+
+    presets: tuple[str, ...] = ("naive", "fast")
+    peers: tuple[str, ...] = ()
+    peer_python: str | None = None
+    documents: int = 32
+    rounds: int = 3
+    warm_up: bool = True
+    threads: int | None = None
+    resident: bool = True
+
+
+@dataclass(frozen=True)
+class SpeedResult:
+    """What was measured, and on what. padding: of all documents of the data, in rows of eight."""
+
+    contestants: list[Contestant]
+    documents: Chosen
+    population_padding: float
+    seq_len: int
+    device: str
+    threads: int
+    precision: str
+
+
+def bench_speed(run_file: Path, options: SpeedOptions, scratch: Path, say: Say) -> SpeedResult:
+    """Runs the comparison; `scratch` is a folder for everything that is written.
+
+    Raises:
+        UserError: anything wrong with the run file or a peer's interpreter, or a contestant that dies.
+    """
+    _refuse_unknown(options)
+    config = load_run(run_file).config
+    if config.model.path is None:
+        raise UserError(f"{run_file}: bench speed needs model.path: every contestant starts from the same weights")
+    prepare_sources(config, say)
+    view = training_view(config)
+    chosen = choose(view, options.documents, config.seed)
+    settings = _write_settings(config, view, chosen, options, scratch)
+    contestants = _contestants(config, options, settings, scratch)
+    say(f"documents: {options.documents} of {chosen.population}, {chosen.tokens} tokens, {chosen.trained} trained")
+    expected = reference_check(settings, scratch / "reference.log")
+    try:
+        _run(contestants, expected, chosen, options, settings, say)
+    finally:
+        for contestant in contestants:
+            contestant.end()
+    device = choose_device(config.device)
+    values = json.loads(settings.read_text(encoding="utf-8"))
+    return SpeedResult(
+        contestants,
+        chosen,
+        _padding(view),
+        config.data.seq_len,
+        device.name,
+        values["threads"],
+        values["precision"],
+    )
+
+
+def _run(
+    contestants: Sequence[Contestant],
+    expected: dict[str, Any],
+    chosen: Chosen,
+    options: SpeedOptions,
+    settings: Path,
+    say: Say,
+) -> None:
+    precision = json.loads(settings.read_text(encoding="utf-8"))["precision"]
+    for contestant in contestants:
+        contestant.start()
+        contestant.wrong += differences(contestant.check(), expected, SAME[precision])
+        for note in [*contestant.ready["notes"], *(f"WRONG: {text}" for text in contestant.wrong)]:
+            say(f"{contestant.name}: {note}")
+        if not options.resident:
+            contestant.end()
+    first = 0 if options.warm_up and options.resident else 1
+    for number in range(first, options.rounds + 1):
+        for contestant in contestants:
+            done = _one_round(contestant, options)
+            if done.trained != chosen.trained:
+                contestant.wrong.append(f"trained {done.trained} tokens in a round of {chosen.trained}")
+            if number:
+                contestant.rounds.append(done)
+            say(
+                f"{f'round {number}' if number else 'warm-up'}  {contestant.name:<8} {done.speed:8.1f} tokens/s  "
+                f"{done.seconds:7.1f} s  {done.steps} steps  {done.padding:5.1%} padding"
+            )
+
+
+def _one_round(contestant: Contestant, options: SpeedOptions) -> Round:
+    if options.resident:
+        return contestant.round()
+    contestant.start()
+    if options.warm_up:
+        contestant.round()
+    done = contestant.round()
+    contestant.end()
+    return done
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> list[str]:
+    """What is wrong with a contestant's check, in words."""
+    problems = []
+    if found["trained"] != expected["trained"]:
+        problems.append(f"trains {found['trained']} tokens of the check's documents, {expected['trained']} are labels")
+    apart = abs(found["nll"] - expected["nll"]) / abs(expected["nll"])
+    if not apart <= tolerance:
+        problems.append(
+            f"its loss over the check's documents is {apart:.2%} off (summed nll {found['nll']:.3f}, one document at a "
+            f"time {expected['nll']:.3f}): documents leak, or labels or positions differ"
+        )
+    return problems
+
+
+def _refuse_unknown(options: SpeedOptions) -> None:
+    for name in options.presets:
+        if name not in PRESETS:
+            raise UserError(f"bench speed: no preset {name!r}; known: {', '.join(PRESETS)}")
+    for name in options.peers:
+        if name not in PEERS:
+            raise UserError(f"bench speed: no peer {name!r}; known: {', '.join(PEERS)}")
+    if options.peer_python is not None and not Path(options.peer_python).is_file():
+        raise UserError(f"bench speed: --peer-python {options.peer_python}: there is no such interpreter")
+
+
+def _write_settings(config: RunConfig, view: View, chosen: Chosen, options: SpeedOptions, scratch: Path) -> Path:
+    import torch
+
+    scratch.mkdir(parents=True, exist_ok=True)
+    check = chosen.part(short_ones(chosen, _CHECK_DOCUMENTS, _CHECK_LONGEST))
+    vocabulary = max(store.vocab_size for store in view.stores)
+    chosen.write_arrays(scratch / "documents.npz")
+    check.write_arrays(scratch / "check.npz")
+    chosen.write_shards(scratch / "documents", vocabulary)
+    check.write_shards(scratch / "check", vocabulary)
+    device = choose_device(config.device).type
+    bf16 = config.train.precision == "bfloat16" or (config.train.precision == "auto" and device == "cuda")
+    steps = -(-options.documents // ROWS)
+    settings = {
+        "model": config.model.path,
+        "tokenizer": config.model.tokenizer,
+        "documents": str(scratch / "documents.npz"),
+        "check": str(scratch / "check.npz"),
+        "check_documents": str(scratch / "check"),
+        "scratch": str(scratch / "peers"),
+        "count": options.documents,
+        "rows": ROWS,
+        "packs_per_step": max(1, round(chosen.tokens / config.data.seq_len / steps)),
+        "seq_len": config.data.seq_len,
+        "epochs": options.rounds + 2,
+        "lr": config.optim.lr,
+        "seed": config.seed,
+        "device": device,
+        "precision": "bf16" if bf16 else "fp32",
+        "threads": options.threads or torch.get_num_threads(),
+    }
+    path = scratch / "settings.json"
+    path.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+    return path
+
+
+def _contestants(config: RunConfig, options: SpeedOptions, settings: Path, scratch: Path) -> list[Contestant]:
+    import sys
+
+    values = json.loads(settings.read_text(encoding="utf-8"))
+    found = []
+    for name in options.presets:
+        run_file = scratch / f"{name}.yaml"
+        run_file.write_text(dump_yaml(_preset_config(config, name, values, scratch)), encoding="utf-8")
+        own = scratch / f"{name}.json"
+        own.write_text(json.dumps({**values, "run_file": str(run_file)}), encoding="utf-8")
+        found.append(Contestant(name, headway_command(own), scratch / f"{name}.log"))
+    python = options.peer_python or sys.executable
+    for name in options.peers:
+        found.append(Contestant(name, peer_command(python, name, settings), scratch / f"{name}.log"))
+    return found
+
+
+def _preset_config(config: RunConfig, preset: str, settings: dict[str, Any], scratch: Path) -> RunConfig:
+    """The run file's training over the fixed documents, with every key of the preset, whatever the run file says."""
+    values = flatten(as_plain(config))
+    values |= PRESETS[preset]
+    packed = values["data.pack"] != "none"
+    values |= {
+        "preset": preset,
+        "name": preset,
+        "out": str(scratch / "runs"),
+        "data.sources": [{"path": str(scratch / "documents")}],
+        "data.shards": None,
+        "data.overlong": "truncate",
+        "train.steps": None,
+        "train.tokens": None,
+        "train.epochs": settings["epochs"],
+        "train.global_batch_tokens": None,
+        "train.global_batch_sequences": settings["packs_per_step"] if packed else ROWS,
+        "eval.every": None,
+        "eval.data": None,
+        "eval.holdout": 0,
+        "checkpoint.every": None,
+        "checkpoint.at_end": False,
+        "parallel.ranks": 1,
+    }
+    if packed:
+        values["data.slots"] = settings["seq_len"]
+    return RunConfig.model_validate(nested(values))
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested mappings."""
+    values: dict[str, Any] = {}
+    for key, value in flat.items():
+        *outer, last = key.split(".")
+        inside = values
+        for part in outer:
+            inside = inside.setdefault(part, {})
+        inside[last] = value
+    return values
+
+
+def _padding(view: View) -> float:
+    """Share of padding over all documents in rows of eight, each padded to the longest of its micro-batch."""
+    return 1 - Stream(view, StreamOptions(rows=ROWS, pack="none", sequences_per_step=ROWS)).efficiency(0).fill

@@ -1,0 +1,89 @@
+"""The same documents, step by step, under another configuration's way of making batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from headway.account.errors import UserError
+from headway.config.run import RunConfig
+from headway.data.batch import Batch, BatchBuilder
+from headway.data.global_batch import GlobalBatch, Position
+from headway.data.pack import best_fit
+from headway.data.view import View
+from headway.train.data import make_stream, training_view
+
+#: Keys that decide which documents there are. Two configurations with others cannot be compared step by step.
+SAME_DOCUMENTS = ("data.sources", "data.seq_len", "data.overlong", "data.labels", "data.keep_untrained", "eval.holdout")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """pieces[k] int64: rows of `view.pieces` that step k trains on; the first `trained` steps train, the rest evaluate."""
+
+    view: View
+    pieces: tuple[np.ndarray, ...]
+    trained: int
+
+    @property
+    def held_out(self) -> tuple[np.ndarray, ...]:
+        return self.pieces[self.trained :]
+
+
+def documents_of(config: RunConfig, steps: int, held_out: int) -> Steps:
+    """The documents of the configuration's own first steps, and of `held_out` steps after them.
+
+    Where the data ends before, the held-out documents are those of a later epoch only if none is left: an error then.
+    """
+    view = training_view(config)
+    stream = make_stream(config, view, config.sequences_per_step(1))
+    found: list[np.ndarray] = []
+    position = Position()
+    while len(found) < steps + held_out:
+        batch: GlobalBatch = stream.global_batch(position)
+        if batch.position.epoch > 0 and len(found) >= steps:
+            raise UserError(
+                f"verify: an epoch has {len(found)} steps; {steps} to train and {held_out} held out need more data: "
+                "lower --steps"
+            )
+        found.append(np.concatenate([micro.pieces for micro in batch.micro]))
+        position = batch.next
+    return Steps(view, tuple(found), steps)
+
+
+def micro_batches(config: RunConfig, view: View, pieces: np.ndarray, *, reorder: int = 0) -> list[Batch]:
+    """These documents as the configuration's micro-batches. reorder > 0: in another order, so that sums differ."""
+    if reorder:
+        pieces = np.random.default_rng(reorder).permutation(pieces)
+    builder, lengths = BatchBuilder(view), view.pieces.length
+    if config.data.packed:
+        packs = best_fit(lengths[pieces], config.data.slots, seed=config.seed + reorder)
+        spans = zip(packs.offsets[:-1].tolist(), packs.offsets[1:].tolist(), strict=True)
+        groups = [pieces[packs.order[a:b]] for a, b in spans]
+        return [builder.packed(group, np.zeros(len(group), bool), config.data.slots) for group in groups]
+    if config.data.group_by_length:
+        pieces = pieces[np.argsort(lengths[pieces], kind="stable")]
+    rows = config.data.rows
+    groups = [pieces[start : start + rows] for start in range(0, len(pieces), rows)]
+    fixed = config.data.pad_to == "seq_len"
+    return [
+        builder.rectangular(
+            group,
+            np.zeros(len(group), bool),
+            rows if fixed else len(group),
+            config.data.seq_len if fixed else int(lengths[group].max()),
+        )
+        for group in groups
+    ]
+
+
+def refuse_other_documents(a: RunConfig, b: RunConfig) -> None:
+    """Raises UserError where two configurations do not train on the same documents."""
+    for key in SAME_DOCUMENTS:
+        section, name = key.split(".")
+        left, right = getattr(getattr(a, section), name), getattr(getattr(b, section), name)
+        if left != right:
+            raise UserError(f"verify: {key} differs ({left} and {right}): these are not the same documents")
+
+

@@ -1,0 +1,68 @@
+"""What `headway verify` says: lines for the terminal, a record for machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from headway.prove.verify import Verified
+
+
+def lines(found: Verified) -> Iterator[str]:
+    """The verdict, every test with its limit, and what differs between the two configurations."""
+    verdict = found.verdict
+    yield from (f"differs: {change}" for change in found.differences)
+    yield f"{found.steps} steps; band: A again, its documents in another order, first weights shaken by one rounding"
+    yield f"{'':<28}{'B against A':>14}{'limit':>12}{'band':>12}  where"
+    for test in verdict.tests:
+        mark = "ok " if test.passed else "BAD"
+        yield f"{mark} {test.name:<24}{test.value:>14.3g}{test.limit:>12.3g}{test.band:>12.3g}  {test.where}"
+    losses = [value for value, _ in verdict.loss]
+    norms = [value for value, _ in verdict.norm]
+    yield (
+        f"relative difference of the loss: max {max(losses):.3g}, mean {sum(losses) / len(losses):.3g}; "
+        f"of the gradient norm: max {max(norms):.3g}, mean {sum(norms) / len(norms):.3g}"
+    )
+    worst = min(verdict.cosines, key=lambda row: row[2])
+    yield f"smallest cosine of a layer's gradients: {worst[2]:.6f} ({worst[1]}, step {worst[0]}; A again {worst[3]:.6f})"
+    yield f"held-out loss: A {verdict.held_out[0]:.5f}, B {verdict.held_out[1]:.5f} nats per token"
+    if verdict.seed_band is not None:
+        yield f"another seed moves the mean loss of these steps by {verdict.seed_band:.2%}"
+    if verdict.same:
+        yield "the same training: every difference is within what rounding and the order of sums do to A itself"
+    else:
+        yield "NOT the same training: " + "; ".join(
+            f"{test.name} is off by {test.value:.3g}, {test.limit:.3g} is allowed ({test.where})" for test in verdict.failed
+        )
+
+
+def record(found: Verified) -> dict[str, Any]:
+    """Everything, as plain values."""
+    verdict = found.verdict
+    return {
+        "same": verdict.same,
+        "steps": found.steps,
+        "differences": [
+            {"key": change.key, "a": change.before, "b": change.after} for change in found.differences
+        ],
+        "tests": [
+            {
+                "name": test.name,
+                "passed": test.passed,
+                "value": test.value,
+                "limit": test.limit,
+                "band": test.band,
+                "where": test.where,
+            }
+            for test in verdict.tests
+        ],
+        "loss": {side.name: side.losses for side in (found.a, found.b, found.twin)},
+        "grad_norm": {side.name: side.grad_norms for side in (found.a, found.b, found.twin)},
+        "loss_difference": [{"b": value, "band": band} for value, band in verdict.loss],
+        "grad_norm_difference": [{"b": value, "band": band} for value, band in verdict.norm],
+        "gradient_cosines": [
+            {"step": step, "layer": layer, "b": cosine, "a_again": own} for step, layer, cosine, own in verdict.cosines
+        ],
+        "held_out": {"a": verdict.held_out[0], "b": verdict.held_out[1]},
+        "seed_band": verdict.seed_band,
+    }

@@ -1,0 +1,108 @@
+"""One configuration's training, step by step, on batches that are handed to it: exactly what `headway train` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from headway.account.run_clock import RunClock
+from headway.config.run import RunConfig
+from headway.data.batch import Batch
+from headway.data.view import View
+from headway.model.forward import forward_logits
+from headway.model.loss import loss_sum
+from headway.prove.rebatch import micro_batches
+from headway.train.build import build_run
+from headway.train.run import Run
+
+
+@dataclass(frozen=True)
+class StepFigures:
+    """What a step says of itself: nll in nats per trained token, and the global gradient norm before clipping."""
+
+    loss: float
+    nll: float
+    grad_norm: float
+
+
+class Trainee:
+    """A run built from its configuration and driven by hand. `noise`: how far its first weights are shaken, relative.
+
+    reorder > 0 puts the documents of every step in another order: the same training, summed differently.
+    """
+
+    def __init__(self, config: RunConfig, scratch: Path, *, noise: float = 0.0, reorder: int = 0) -> None:
+        self.config, self.reorder = config, reorder
+        self.run: Run = build_run(
+            prepared(config, scratch), None, RunClock(), observers=list, say=lambda text: None
+        )
+        self.run.feeder.close()  # its batches are not wanted
+        if noise:
+            self._shake(noise)
+        for module in self.module.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0  # its draws depend on the batches' shape: no two layouts could agree
+
+    @property
+    def module(self) -> nn.Module:
+        return self.run.learner.replicas.module
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def batches(self, view: View, pieces: np.ndarray) -> list[Batch]:
+        """These documents as this configuration's micro-batches, on its device."""
+        made = micro_batches(self.config, view, pieces, reorder=self.reorder)
+        return [batch.to(self.device) for batch in made]
+
+    def update(self, batches: Sequence[Batch]) -> StepFigures:
+        """One optimizer step at the full learning rate. Gradients stay on the parameters, clipped."""
+        self.run.learner.optimizers.set_lr(1.0)
+        trained = sum(batch.trained_tokens for batch in batches)
+        loss, nll, norm, _finite = self.run.learner.update(batches, trained).tolist()
+        return StepFigures(loss, nll, norm)
+
+    def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
+        """(sum of nll, trained tokens) without a gradient."""
+        replicas = self.run.learner.replicas
+        replicas.call.eval()
+        total, tokens = 0.0, 0
+        with torch.no_grad():
+            for batch in batches:
+                with replicas.autocast():
+                    logits = forward_logits(replicas.call, batch)
+                found = loss_sum(logits, batch.labels)
+                total, tokens = total + float(found.nll_sum), tokens + int(found.tokens)
+        replicas.call.train()
+        return total, tokens
+
+    def close(self) -> None:
+        """Lets go of the folder and of the signals. The process stays usable for the next trainee."""
+        self.run.stop.close()
+        self.run.lock.release()
+        self.run.reporter.rank_file.close()
+
+    def _shake(self, noise: float) -> None:
+        generator = torch.Generator().manual_seed(1 + self.reorder)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                if parameter.requires_grad and parameter.is_floating_point():
+                    by = torch.rand(parameter.shape, generator=generator).sub_(0.5).mul_(2 * noise).add_(1.0)
+                    parameter.mul_(by.to(parameter.device, parameter.dtype))
+
+
+def prepared(config: RunConfig, scratch: Path) -> RunConfig:
+    """The configuration for a run that is driven by hand: nothing saved, nothing shown, one rank."""
+    values = config.model_dump()
+    values["out"], values["name"] = scratch, "trainee"
+    values["data"]["shards"] = config.shards
+    values["log"].update(quiet=True, tensorboard=False)
+    values["checkpoint"].update(every=None, at_end=False, resume="auto")
+    values["parallel"].update(ranks=1)
+    return RunConfig.model_validate(values)

@@ -1,0 +1,124 @@
+"""`headway verify A B`: one after the other on the same documents, from the same weights, then the verdict."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headway.account.errors import UserError
+from headway.config.diff import Change, config_diff
+from headway.config.run import RunConfig
+from headway.parallel.device import choose_device
+from headway.prove.judge import Verdict, judge
+from headway.prove.rebatch import Steps, documents_of, refuse_other_documents
+from headway.prove.trainee import Trainee
+from headway.prove.trajectory import Trajectory, follow
+from headway.train.data import prepare_sources
+
+#: One unit of rounding, relative, of what matrix products and stored weights are rounded to.
+ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
+
+Say = Callable[[str], None]
+MakeTrainee = Callable[..., Trainee]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A comparison: the verdict, both trajectories and A's twin, and what differs between the configurations."""
+
+    verdict: Verdict
+    a: Trajectory
+    b: Trajectory
+    twin: Trajectory
+    differences: tuple[Change, ...]
+    steps: int
+
+
+def verify(
+    a: RunConfig,
+    b: RunConfig,
+    scratch: Path,
+    *,
+    steps: int = 10,
+    held_out: int = 2,
+    say: Say,
+    make_a: MakeTrainee = Trainee,
+    make_b: MakeTrainee = Trainee,
+    seed_band: bool = False,
+) -> Verified:
+    """Trains A, A's twin and B for `steps` optimizer steps of A's documents each, and judges.
+
+    Everything runs in this process on one device, at the full learning rate (the schedule is not compared), without
+    dropout. make_a, make_b: for tests, which plant faults.
+
+    Raises:
+        UserError: the two do not train on the same documents, or one of them cannot be built.
+    """
+    refuse_other_documents(a, b)
+    prepare_sources(a, say)
+    plan = documents_of(a, steps, held_out)
+    _refuse_short_packs(b, plan)
+    trajectory_a = _follow("A", lambda: make_a(a, scratch / "a"), plan, say)
+    twin_config, noise = _coarser(a, b)
+    twin = _follow("A again", lambda: make_a(twin_config, scratch / "twin", noise=noise, reorder=1), plan, say)
+    trajectory_b = _follow("B", lambda: make_b(b, scratch / "b"), plan, say)
+    spread = _seed_spread(a, scratch, steps, trajectory_a, say) if seed_band else None
+    verdict = judge(trajectory_a, trajectory_b, twin, spread)
+    return Verified(verdict, trajectory_a, trajectory_b, twin, tuple(config_diff(a, b)), steps)
+
+
+def reference_of(config: RunConfig) -> RunConfig:
+    """The obvious path of the same training: nothing fused, nothing compiled, float32, no recompute."""
+    values = config.model_dump()
+    values["preset"] = "none"
+    values["train"].update(precision="float32", compile=False)
+    values["model"].update(recompute="none", dtype="float32")
+    for section in ("train", "model"):
+        if "fuse" in values[section]:
+            values[section]["fuse"] = "none"
+    return RunConfig.model_validate(values)
+
+
+def compute_dtype(config: RunConfig) -> str:
+    """`float32` or the half type that the configuration's matrix products run in."""
+    if config.train.precision == "auto":
+        return "bfloat16" if choose_device(config.device).type == "cuda" else "float32"
+    return config.train.precision
+
+
+def _coarser(a: RunConfig, b: RunConfig) -> tuple[RunConfig, float]:
+    """A in the coarser arithmetic of the two, and one unit of rounding there: what A's second run is made with."""
+    computed = max((compute_dtype(config) for config in (a, b)), key=lambda kind: ROUNDING[kind])
+    stored = max((config.model.dtype for config in (a, b)), key=lambda kind: ROUNDING[kind])
+    values = a.model_dump()
+    values["train"]["precision"], values["model"]["dtype"] = computed, stored
+    return RunConfig.model_validate(values), max(ROUNDING[computed], ROUNDING[stored])
+
+
+def _refuse_short_packs(config: RunConfig, plan: Steps) -> None:
+    if config.data.packed and config.data.slots < plan.view.longest:
+        raise UserError(f"verify: data.slots = {config.data.slots} does not hold the longest document")
+
+
+def _follow(name: str, make: Callable[[], Trainee], plan: Steps, say: Say) -> Trajectory:
+    trainee = make()
+    try:
+        return follow(name, trainee, plan, say)
+    finally:
+        trainee.close()
+        del trainee
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def _seed_spread(config: RunConfig, scratch: Path, steps: int, of: Trajectory, say: Say) -> float:
+    """How far the mean loss moves with another seed, that is with other documents in the same steps."""
+    other = config.model_copy(update={"seed": config.seed + 1})
+    found = _follow("A, other seed", lambda: Trainee(other, scratch / "seed"), documents_of(other, steps, 0), say)
+    mean = sum(of.losses) / len(of.losses)
+    return abs(sum(found.losses) / len(found.losses) - mean) / mean

@@ -1,0 +1,204 @@
+"""`headway verify`: every planted fault is found, and honest pairs pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from headway.account.errors import UserError
+from headway.config.load import load_run
+from headway.config.run import RunConfig
+from headway.data.batch import Batch
+from headway.prove.trainee import StepFigures, Trainee
+from headway.prove.verify import Verified, reference_of, verify
+from tests import tiny
+
+STEPS = 3
+GPT2 = {
+    "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "vocab_size": 320,
+    "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.run_file(tmp_path_factory.mktemp("verify"), train={"steps": 50, "global_batch_sequences": 3})
+
+
+def config(run_file: Path, *overrides: str) -> RunConfig:
+    return load_run(run_file, overrides).config
+
+
+def compare(
+    a: RunConfig,
+    b: RunConfig,
+    scratch: Path,
+    make_b: Callable[..., Trainee] = Trainee,
+    make_a: Callable[..., Trainee] = Trainee,
+) -> Verified:
+    return verify(a, b, scratch, steps=STEPS, held_out=1, say=lambda text: None, make_a=make_a, make_b=make_b)
+
+
+class Leaking(Trainee):
+    """Attention crosses documents: the table of documents says that a pack is one."""
+
+    def batches(self, *arguments: Any) -> list[Batch]:
+        ends = [0, self.config.data.slots]
+        table = torch.tensor(ends, dtype=torch.int32)
+        return [
+            dataclasses.replace(batch, cu_seqlens=table, max_seqlen=ends[1]) for batch in super().batches(*arguments)
+        ]
+
+
+class PositionsGoOn(Trainee):
+    """Positions count on through the pack."""
+
+    def batches(self, *arguments: Any) -> list[Batch]:
+        return [
+            dataclasses.replace(batch, position_ids=torch.arange(batch.slots).view(1, -1))
+            for batch in super().batches(*arguments)
+        ]
+
+
+class MeanPerMicroBatch(Trainee):
+    """Each micro-batch's loss is divided by its own tokens, then they are averaged."""
+
+    def update(self, batches: Any) -> StepFigures:
+        learner = self.run.learner
+        learner.optimizers.set_lr(1.0)
+        learner.optimizers.zero_grad()
+        sums = torch.zeros(2)
+        for batch in batches:
+            sums += learner._accumulate([batch], batch.trained_tokens * len(batches))
+        from headway.train.optim import clip_gradients
+
+        norm, finite = clip_gradients(self.module, learner.clip_norm)
+        learner.optimizers.step(finite)
+        loss, nll = (sums / sum(batch.trained_tokens for batch in batches)).tolist()
+        return StepFigures(loss, nll, float(norm))
+
+
+class NoLabelShift(Trainee):
+    """Every slot must predict itself."""
+
+    def batches(self, *arguments: Any) -> list[Batch]:
+        found = []
+        for batch in super().batches(*arguments):
+            labels = torch.where(batch.labels != -100, batch.input_ids, batch.labels)
+            found.append(dataclasses.replace(batch, labels=labels))
+        return found
+
+
+class ScaledLayer(Trainee):
+    """One matrix of one layer gets a gradient that is 2 % too large."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        weight = next(p for name, p in self.module.named_parameters() if "layers.1.mlp.up" in name)
+        weight.register_hook(lambda grad: grad * 1.02)
+
+
+class Rounded(Trainee):
+    """Weights are kept in bfloat16; `stochastic` rounds up with the probability that keeps the mean."""
+
+    stochastic = False
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._dice = torch.Generator().manual_seed(len(str(arguments[1])) + self.reorder)
+
+    def update(self, batches: Any) -> StepFigures:
+        figures = super().update(batches)
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                bits = parameter.view(torch.int32)
+                noise = torch.full_like(bits, 0x8000)
+                if self.stochastic:
+                    noise = torch.randint(0, 0x10000, bits.shape, generator=self._dice, dtype=torch.int32)
+                bits.add_(noise).bitwise_and_(-0x10000)
+        return figures
+
+
+class RoundedStochastically(Rounded):
+    stochastic = True
+
+
+FAULTS: dict[str, tuple[type[Trainee], tuple[str, ...], dict[str, Any] | None]] = {
+    "attention leaks across documents": (Leaking, (), None),
+    "attention leaks a little, in one pack of two documents": (Leaking, ("data.slots=130",), None),
+    "positions are not reset (learned positions)": (PositionsGoOn, (), GPT2),
+    "positions are not reset (documents read off them)": (PositionsGoOn, ("model.attention=sdpa",), None),
+    "loss averaged per micro-batch": (MeanPerMicroBatch, (), None),
+    "label shift dropped": (NoLabelShift, (), None),
+    "one layer's gradient scaled by 1.02": (ScaledLayer, (), None),
+    "stochastic rounding off": (Rounded, ("optim.lr=2e-5", "model.dtype=float32"), None),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, run_file: Path, tmp_path: Path) -> None:
+    trainee, overrides, model = FAULTS[fault]
+    if model is not None:
+        raw = yaml.safe_load(run_file.read_text())
+        raw["model"]["config"] = model
+        run_file = run_file.with_name("gpt2.yaml")
+        run_file.write_text(yaml.safe_dump(raw))
+    a = config(run_file, *overrides)
+    found = compare(a, a, tmp_path, trainee, RoundedStochastically if trainee is Rounded else Trainee)
+    assert not found.verdict.same, found.verdict.tests
+
+
+HONEST: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "rows and packs": (("data.pack=none", "data.rows=4"), ("data.pack=best_fit", "data.slots=200")),
+    "packs of two sizes": (("data.slots=130",), ("data.slots=400",)),
+    "sdpa and headway": (("model.attention=sdpa",), ("model.attention=headway",)),
+    "eager rows and headway packs": (("data.pack=none", "model.attention=eager"), ("model.attention=headway",)),
+    "recompute": (("model.recompute=none",), ("model.recompute=full",)),
+    "one row and eight": (("data.pack=none", "data.rows=1"), ("data.pack=none", "data.rows=8")),
+    "padded to the longest and to the length": (("data.pack=none",), ("data.pack=none", "data.pad_to=seq_len")),
+    "bf16 and float32": (("train.precision=float32",), ("train.precision=bfloat16",)),
+    "bf16 rows and bf16 packs": (("train.precision=bfloat16", "data.pack=none"), ("train.precision=bfloat16",)),
+    "presets": (("preset=naive",), ("preset=fast",)),
+}
+
+
+@pytest.mark.parametrize("pair", HONEST)
+def test_an_honest_pair_passes(pair: str, run_file: Path, tmp_path: Path) -> None:
+    left, right = HONEST[pair]
+    found = compare(config(run_file, *left), config(run_file, *right), tmp_path)
+    assert found.verdict.same, found.verdict.failed
+
+
+def test_another_learning_rate_is_another_training(run_file: Path, tmp_path: Path) -> None:
+    found = compare(config(run_file), config(run_file, "optim.lr=1.2e-3"), tmp_path)
+    assert not found.verdict.same
+    assert [str(change) for change in found.differences][:1] == ["optim.lr: 0.001 → 0.0012"]
+
+
+def test_the_reference_of_a_fast_run_agrees_with_it(run_file: Path, tmp_path: Path) -> None:
+    fast = config(run_file, "preset=fast")
+    assert compare(fast, reference_of(fast), tmp_path).verdict.same
+
+
+def test_other_documents_are_refused(run_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"data\.seq_len differs"):
+        compare(config(run_file), config(run_file, "data.seq_len=64"), tmp_path)
+
+
+def test_two_runs_with_stochastic_rounding_are_the_same_training(run_file: Path, tmp_path: Path) -> None:
+    a = config(run_file, "optim.lr=2e-5")
+    found = compare(a, a, tmp_path, RoundedStochastically, RoundedStochastically)
+    assert found.verdict.same, found.verdict.failed
+
+
+def test_the_seed_moves_the_loss_further_than_rounding(run_file: Path, tmp_path: Path) -> None:
+    a = config(run_file)
+    found = verify(a, a, tmp_path, steps=2, held_out=1, say=lambda text: None, seed_band=True)
+    assert found.verdict.seed_band is not None
+    assert found.verdict.seed_band > max(band for _, band in found.verdict.loss)
