@@ -27,9 +27,17 @@ from headway.record.files import write_atomic
 
 Chat = dict[str, Any]
 _SINGLE_TURN = (
-    "simple_python simple_java simple_javascript multiple parallel parallel_multiple "
-    "live_simple live_multiple live_parallel live_parallel_multiple"
-).split()
+    "simple_python",
+    "simple_java",
+    "simple_javascript",
+    "multiple",
+    "parallel",
+    "parallel_multiple",
+    "live_simple",
+    "live_multiple",
+    "live_parallel",
+    "live_parallel_multiple",
+)
 _MULTI_TURN = ("multi_turn_base", "multi_turn_long_context", "multi_turn_miss_func", "multi_turn_miss_param")
 _TOOL_DOCUMENTS = {
     "GorillaFileSystem": "gorilla_file_system",
@@ -53,7 +61,9 @@ def chat(*texts: str, system: str | None = None) -> Chat:
 def tool_chats(data: Path) -> Iterator[Chat]:
     """Questions with tools in the system message; the answer is the first of the accepted calls."""
     for name in (*_SINGLE_TURN, *_MULTI_TURN):
-        answers = {item["id"]: item["ground_truth"] for item in _lines(data / "possible_answer" / f"BFCL_v4_{name}.json")}
+        answers = {
+            item["id"]: item["ground_truth"] for item in _lines(data / "possible_answer" / f"BFCL_v4_{name}.json")
+        }
         for item in _lines(data / f"BFCL_v4_{name}.json"):
             if name in _MULTI_TURN:
                 yield _many_turns(data, item, answers[item["id"]])

@@ -11,13 +11,14 @@ import pytest
 import torch
 import yaml
 
+import tiny
 from headway.account.errors import UserError
 from headway.config.load import load_run
 from headway.config.run import RunConfig
 from headway.data.batch import Batch
 from headway.prove.trainee import StepFigures, Trainee
 from headway.prove.verify import Verified, reference_of, verify
-from tests import tiny
+from headway.train.optim import clip_gradients
 
 STEPS = 3
 GPT2 = {
@@ -70,14 +71,14 @@ class MeanPerMicroBatch(Trainee):
     """Each micro-batch's loss is divided by its own tokens, then they are averaged."""
 
     def update(self, batches: Any) -> StepFigures:
-        learner = self.run.learner
+        learner, weights = self.run.learner, list(self.module.parameters())
         learner.optimizers.set_lr(1.0)
-        learner.optimizers.zero_grad()
-        sums = torch.zeros(2)
+        sums, grads = torch.zeros(2), [torch.zeros_like(weight) for weight in weights]
         for batch in batches:
-            sums += learner._accumulate([batch], batch.trained_tokens * len(batches))
-        from headway.train.optim import clip_gradients
-
+            sums += learner.learn([batch], batch.trained_tokens * len(batches))
+            grads = [torch.add(grad, weight.grad) for grad, weight in zip(grads, weights, strict=True)]
+        for weight, grad in zip(weights, grads, strict=True):
+            weight.grad = grad
         norm, finite = clip_gradients(self.module, learner.clip_norm)
         learner.optimizers.step(finite)
         loss, nll = (sums / sum(batch.trained_tokens for batch in batches)).tolist()

@@ -86,7 +86,9 @@ def choose(view: View, count: int, seed: int) -> Chosen:
     """
     pieces = view.pieces
     if len(pieces) < count:
-        raise UserError(f"bench speed: {count} documents are asked for and the data holds {len(pieces)}; lower --documents")
+        raise UserError(
+            f"bench speed: {count} documents are asked for and the data holds {len(pieces)}; lower --documents"
+        )
     rng = np.random.default_rng(seed)
     order = np.argsort(pieces.length, kind="stable")
     step = len(order) / count

@@ -1,6 +1,7 @@
 """A contestant of `headway bench speed` that is not Headway: the plain Hugging Face Trainer, or TRL's SFTTrainer.
 
-The third name, reference, only checks. Runs in a process of its own under the peers' interpreter, which need not have Headway: this file imports nothing of it.
+The third name, reference, only checks. Runs in a process of its own under the peers' interpreter, which need not have
+Headway: this file imports nothing of it.
 
 Usage: python speed_peer.py NAME SETTINGS.json     commands on stdin (check, round, end), one JSON line each on stdout
 """
@@ -79,7 +80,7 @@ def plain_trainer(settings: dict[str, Any], data: list[dict[str, list[int]]], re
     return Trainer(
         model=load_model(settings),
         args=TrainingArguments(**arguments(settings, settings["rows"], 1, recompute)),
-        train_dataset=rows,  # type: ignore[arg-type]
+        train_dataset=rows,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
     )
 

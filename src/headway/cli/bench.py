@@ -10,7 +10,9 @@ import typer
 
 from headway.cli.output import print_json
 
-app = typer.Typer(no_args_is_help=True, help="Measure the machine (peak), the parts (data, packing) and the whole (speed).")
+app = typer.Typer(
+    no_args_is_help=True, help="Measure the machine (peak), the parts (data, packing) and the whole (speed)."
+)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -75,7 +77,9 @@ def packing(
 
 @app.command()
 def speed(
-    run_file: Annotated[Path, typer.Argument(help="Run file: model, data, seq_len, learning rate.", metavar="RUN.yaml")],
+    run_file: Annotated[
+        Path, typer.Argument(help="Run file: model, data, seq_len, learning rate.", metavar="RUN.yaml")
+    ],
     peers: Annotated[str, typer.Option(help="Other trainers to run beside Headway: hf, trl (comma separated).")] = "",
     peer_python: Annotated[
         str | None, typer.Option(help="Interpreter that has the peers installed (default: this one).")

@@ -103,9 +103,7 @@ def _gradients(a: Trajectory, b: Trajectory, twin: Trajectory) -> Iterator[Test]
         for layer, vector in layers.items():
             other, own = b.gradients[step][layer], twin.gradients[step][layer]
             where, band = f"{layer}, step {step + 1}", apart(vector, own)
-            turned.append(
-                Test("gradient per layer", apart(vector, other), max(WIDTH * band, 10 * FLOOR), where, band)
-            )
+            turned.append(Test("gradient per layer", apart(vector, other), max(WIDTH * band, 10 * FLOOR), where, band))
             # Independent noise of relative size r hardly moves the length as the twin sees it; rounding to a half type
             # is not independent of what it rounds, and may move it by a share of r.
             off = abs(gain(other, vector, own) - 1)

@@ -20,7 +20,7 @@ SAME_DOCUMENTS = ("data.sources", "data.seq_len", "data.overlong", "data.labels"
 
 @dataclass(frozen=True)
 class Steps:
-    """pieces[k] int64: rows of `view.pieces` that step k trains on; the first `trained` steps train, the rest evaluate."""
+    """pieces[k] int64: rows of `view.pieces` of step k; the first `trained` steps train, the rest evaluate."""
 
     view: View
     pieces: tuple[np.ndarray, ...]
@@ -85,5 +85,3 @@ def refuse_other_documents(a: RunConfig, b: RunConfig) -> None:
         left, right = getattr(getattr(a, section), name), getattr(getattr(b, section), name)
         if left != right:
             raise UserError(f"verify: {key} differs ({left} and {right}): these are not the same documents")
-
-

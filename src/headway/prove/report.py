@@ -24,7 +24,8 @@ def lines(found: Verified) -> Iterator[str]:
         f"of the gradient norm: max {max(norms):.3g}, mean {sum(norms) / len(norms):.3g}"
     )
     worst = min(verdict.cosines, key=lambda row: row[2])
-    yield f"smallest cosine of a layer's gradients: {worst[2]:.6f} ({worst[1]}, step {worst[0]}; A again {worst[3]:.6f})"
+    where = f"{worst[1]}, step {worst[0]}; A again {worst[3]:.6f}"
+    yield f"smallest cosine of a layer's gradients: {worst[2]:.6f} ({where})"
     yield f"held-out loss: A {verdict.held_out[0]:.5f}, B {verdict.held_out[1]:.5f} nats per token"
     if verdict.seed_band is not None:
         yield f"another seed moves the mean loss of these steps by {verdict.seed_band:.2%}"
@@ -32,7 +33,8 @@ def lines(found: Verified) -> Iterator[str]:
         yield "the same training: every difference is within what rounding and the order of sums do to A itself"
     else:
         yield "NOT the same training: " + "; ".join(
-            f"{test.name} is off by {test.value:.3g}, {test.limit:.3g} is allowed ({test.where})" for test in verdict.failed
+            f"{test.name} is off by {test.value:.3g}, {test.limit:.3g} is allowed ({test.where})"
+            for test in verdict.failed
         )
 
 
@@ -42,9 +44,7 @@ def record(found: Verified) -> dict[str, Any]:
     return {
         "same": verdict.same,
         "steps": found.steps,
-        "differences": [
-            {"key": change.key, "a": change.before, "b": change.after} for change in found.differences
-        ],
+        "differences": [{"key": change.key, "a": change.before, "b": change.after} for change in found.differences],
         "tests": [
             {
                 "name": test.name,

@@ -38,9 +38,7 @@ class Trainee:
 
     def __init__(self, config: RunConfig, scratch: Path, *, noise: float = 0.0, reorder: int = 0) -> None:
         self.config, self.reorder = config, reorder
-        self.run: Run = build_run(
-            prepared(config, scratch), None, RunClock(), observers=list, say=lambda text: None
-        )
+        self.run: Run = build_run(prepared(config, scratch), None, RunClock(), observers=list, say=lambda text: None)
         self.run.feeder.close()  # its batches are not wanted
         if noise:
             self._shake(noise)
@@ -65,7 +63,7 @@ class Trainee:
         """One optimizer step at the full learning rate. Gradients stay on the parameters, clipped."""
         self.run.learner.optimizers.set_lr(1.0)
         trained = sum(batch.trained_tokens for batch in batches)
-        loss, nll, norm, _finite = self.run.learner.update(batches, trained).tolist()
+        loss, nll, norm, *_ = self.run.learner.update(batches, trained).tolist()
         return StepFigures(loss, nll, norm)
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:

@@ -20,7 +20,7 @@ from headway.prove.trajectory import Trajectory, follow
 from headway.train.data import prepare_sources
 
 #: One unit of rounding, relative, of what matrix products and stored weights are rounded to.
-ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-12}
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-12, "bfloat16": 2.0**-9, "float8": 2.0**-4}
 
 Say = Callable[[str], None]
 MakeTrainee = Callable[..., Trainee]
@@ -84,7 +84,7 @@ def reference_of(config: RunConfig) -> RunConfig:
 
 
 def compute_dtype(config: RunConfig) -> str:
-    """`float32` or the half type that the configuration's matrix products run in."""
+    """The type that the configuration's matrix products run in, `auto` resolved."""
     if config.train.precision == "auto":
         return "bfloat16" if choose_device(config.device).type == "cuda" else "float32"
     return config.train.precision
