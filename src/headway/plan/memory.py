@@ -15,10 +15,14 @@ from headway.plan.workload import Workload
 GIB = 2**30
 # Driver context, NCCL's buffers and cuBLAS's workspaces, per device.
 _CONTEXT = 1.5 * GIB
+# DeepSpeed's flat reduce and all-gather buckets, 5e8 elements of 2 bytes each by default.
+_BUCKETS = 2 * 5e8 * 2
 # Of all that the allocator hands out: blocks of other sizes that cannot be reused at once. Fitted on rows with memory.
-_FRAGMENTED = 1.06
+_FRAGMENTED = 1.13
+# What remains of that when memory is short: the allocator frees and reuses before it gives up.
+_FRAGMENTED_TIGHT = 1.012
 # The vendor's memory that a program can have: the driver and ECC take the rest.
-_USABLE = 0.985
+_USABLE = 0.99
 _ADAM = 12  # fp32 master weight and two moments, bytes per parameter
 _ADAM_8BIT = 6  # fp32 master weight and two quantised moments
 
@@ -44,11 +48,16 @@ class Memory:
         )  # fmt: skip
 
     @property
+    def needed(self) -> float:
+        """Bytes without which the step cannot run: `total` less what the allocator gives back when memory is short."""
+        return (self.total - self.reserve) * _FRAGMENTED_TIGHT + _CONTEXT
+
+    @property
     def fits(self) -> bool:
-        return self.total <= self.capacity
+        return self.needed <= self.capacity
 
     def to_dict(self) -> dict[str, float]:
-        return {**asdict(self), "total": self.total}
+        return {**asdict(self), "total": self.total, "needed": self.needed}
 
 
 def memory(model: Profile, work: Workload, layout: Layout, cluster: Cluster) -> Memory:
@@ -88,8 +97,11 @@ def _states(
     if layout.offload != "none":
         optimizer = 0.0
     if layout.zero < 3:
+        # DeepSpeed's ZeRO-1 keeps an fp32 copy of the gradients beside the sharded state.
+        deepspeed = layout.grad_bytes != 4 and layout.zero == 1
+        optimizer += 4 * sharded if deepspeed and layout.offload == "none" else 0.0
         held = sharded if layout.zero == 2 else total
-        return 2 * total, layout.grad_bytes * held, optimizer, 0.0
+        return 2 * total, layout.grad_bytes * held, optimizer, _BUCKETS if deepspeed else 0.0
     # FSDP: the fp32 master is the sharded parameter itself (counted with the optimizer); two layers are whole at a
     # time, in bf16, and one layer's whole gradient waits for its reduction.
     layer = max(kind.dense / layout.tp + kind.expert / (layout.ep * layout.expert_tp) for kind in model.kinds)
@@ -117,8 +129,8 @@ def _activations(model: Profile, work: Workload, layout: Layout, first: bool) ->
         whole = max(_whole(kind, model, work, layout) for kind in model.kinds)
         working = 1.3 * whole * tokens
     logits = 0.0
-    if layout.pp == 1 or not first:  # bf16 logits, their fp32 copy and its gradient
-        logits = 10 * tokens * model.vocab / layout.tp
+    if layout.pp == 1 or not first:  # bf16 logits, their log-softmax and its gradient
+        logits = 6 * tokens * model.vocab / layout.tp
     return stored + working, logits
 
 
