@@ -26,7 +26,11 @@ class Constants:
     cast: float
     attention: float
     attention_backward: float
+    attention_ported: float
+    head_dim: float
     score_passes: float
+    expert: float
+    routing: float
     kernel: float
     intra: float
     inter: float

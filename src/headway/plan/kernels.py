@@ -28,6 +28,7 @@ class Rates:
     attention: float
     bandwidth: float
     quantised: bool
+    hopper: bool
 
     @classmethod
     def of(cls, device: Device, precision: str, constants: Constants) -> Rates:
@@ -39,6 +40,7 @@ class Rates:
             attention=bf16 * constants.attention,
             bandwidth=device.bandwidth * constants.hbm,
             quantised=precision in ("fp8", "fp4") and precision in device.rates,
+            hopper="fp8" in device.rates,
         )
 
 
@@ -120,11 +122,11 @@ def _experts(
     forward = backward = 0.0
     for gemm in kind.expert_gemms:
         one, two = _gemm(gemm, rows, etp, rates, c, lora, copies=local)
-        forward += one
-        backward += two
+        forward += one / c.expert
+        backward += two / c.expert
     hidden = kind.expert_gemms[0].k
     copies = mine * kind.top_k * BF16
-    moved = c.elementwise * copies * (4 * hidden + kind.expert_inner / etp) / rates.bandwidth
+    moved = c.routing * copies * (4 * hidden + kind.expert_inner / etp) / rates.bandwidth
     return forward + moved, backward + 2 * moved
 
 
@@ -139,7 +141,9 @@ def _core(
     heads = one.heads / layout.tp
     if layout.flash:
         pairs = tokens * (window - window * window / (2 * attended))
-        forward = 2 * heads * (one.qk_dim + one.v_dim) * pairs / rates.attention
+        rate = rates.attention * (1.0 if layout.native_attention or not rates.hopper else c.attention_ported)
+        # Each score also costs an exponential, whatever the head dimension.
+        forward = 2 * heads * (one.qk_dim + one.v_dim + 2 * c.head_dim) * pairs / rate
         return forward, forward * c.attention_backward
     pairs = tokens * attended
     products = 2 * heads * (one.qk_dim + one.v_dim) * pairs / rates.bf16
@@ -159,7 +163,7 @@ def head_time(
     model: Profile, tokens: float, tp: int, rates: Rates, c: Constants, lora: bool
 ) -> tuple[float, float, float]:
     """(forward, backward, loss) of the output head and cross entropy, in bf16 products and fp32 logits."""
-    bf16 = Rates(rates.bf16, rates.bf16, rates.attention, rates.bandwidth, False)
+    bf16 = Rates(rates.bf16, rates.bf16, rates.attention, rates.bandwidth, False, rates.hopper)
     forward, backward = _gemm(Gemm(model.hidden, model.vocab, "column"), tokens, tp, bf16, c, lora)
     # Logits are read for the maximum and the sum and written as their gradient: 2 + 4 + 4 + 2 bytes each.
     loss = c.elementwise * 12 * tokens * model.vocab / tp / rates.bandwidth

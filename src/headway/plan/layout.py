@@ -28,6 +28,7 @@ class Layout:
         recompute: activations computed again: none, selective (attention's core and elementwise work), full (layers).
         sequence_parallel: norms and residuals split over TP (Korthikanti et al. 2022).
         flash: attention never writes its scores to memory (FlashAttention).
+        native_attention: its kernel is written for the device (cuDNN, FlashAttention-3) and not carried over from Ampere.
         compiled: elementwise work fused by a compiler or by hand-written kernels.
         overlap_dp, overlap_tp: gradients and parameters (tensor slices) travel while kernels run.
         grad_bytes: bytes per parameter held for gradients (4: fp32 accumulation, 2, or 6: DeepSpeed's bf16 optimizer).
@@ -46,6 +47,7 @@ class Layout:
     sequence_parallel: bool = True
     schedule: Schedule = "1f1b"
     flash: bool = True
+    native_attention: bool = True
     compiled: bool = True
     overlap_dp: bool = True
     overlap_tp: bool = False

@@ -164,7 +164,7 @@ def _whole(kind: LayerKind, model: Profile, work: Workload, layout: Layout) -> f
     kept = _stream(model, layout, 2 if selective and layout.flash else 4) + 2 * inner / layout.tp
     if kind.experts:
         routed = kind.top_k * layout.expert_tp / layout.tp
-        kept += 2 * kind.expert_stored / layout.expert_tp * routed
+        kept += 2 * kind.expert_stored(selective) / layout.expert_tp * routed
     if kind.attention and not layout.flash and not selective:  # scores, softmax, dropout mask: 2 + 2 + 1 bytes
         kept += 5 * kind.attention.heads * work.attended / layout.tp
     return kept

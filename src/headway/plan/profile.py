@@ -59,13 +59,13 @@ class LayerKind:
         heads = self.attention.heads * self.attention.v_dim if self.attention else 0
         return sum(gemm.n for gemm in self.gemms if gemm.split == "column") + heads
 
-    @property
-    def expert_stored(self) -> int:
-        """The same of one routed copy of a token, its input included."""
+    def expert_stored(self, selective: bool) -> int:
+        """The same of one routed copy of a token, its input included; `selective` computes the activation again."""
         if not self.expert_gemms:
             return 0
         outputs = sum(gemm.n for gemm in self.expert_gemms if gemm.split == "column")
-        return self.expert_gemms[0].k + outputs + sum(gemm.k for gemm in self.expert_gemms if gemm.split == "row")
+        inputs = sum(gemm.k for gemm in self.expert_gemms if gemm.split == "row")
+        return self.expert_gemms[0].k + outputs + (0 if selective else inputs)
 
 
 @dataclass(frozen=True)

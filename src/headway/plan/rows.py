@@ -55,6 +55,11 @@ class Case:
     def stack(self) -> str:
         return self.group[0]
 
+    @property
+    def document(self) -> str:
+        """The source without line numbers and headings: rows of one document are not independent."""
+        return re.sub(r"(?: L\d+)?(?: \".*)?$", "", self.source)
+
 
 @dataclass(frozen=True)
 class Unscored:
@@ -143,9 +148,11 @@ def _layout(row: Row, work: Workload, cluster: Cluster, facts: Mapping[str, Any]
     if cluster.gpus % others:
         raise CannotScore(f"tp·pp·cp = {others} does not divide {cluster.gpus} GPUs")
     dp = cluster.gpus // others
+    if degrees["vpp"] is None and known["pp"] > 1 and "dgxc" in row.get("source", ""):
+        # NVIDIA's recipes interleave as deep as layers allow, and their tables of 2025 leave the column out.
+        known["vpp"] = max(1, len(work.shape.layers) // known["pp"])
+        assumed.append(f"vpp {known['vpp']}")
     micro = _whole(row, "micro_batch")
-    if micro is None:
-        assumed.append("micro_batch 1")
     fsdp = _whole(row, "fsdp") or 0
     layout = replace(Layout(), **facts, **known, dp=dp, micro_batch=micro or 1)
     if fsdp > 1:
@@ -155,7 +162,12 @@ def _layout(row: Row, work: Workload, cluster: Cluster, facts: Mapping[str, Any]
         layout = replace(layout, shard=int(shard[1]))
     stated = row.get("recompute", "").strip().casefold()
     if stated in RECOMPUTES:
-        return replace(layout, recompute=stated)
+        layout = replace(layout, recompute=stated)
+    if micro is None:
+        layout = most_micro_batch(work, layout, cluster)
+        assumed.append(f"micro_batch {layout.micro_batch}")
+    if stated in RECOMPUTES:
+        return layout
     if work.lora:
         return layout
     assumed.append("recompute: the least that fits")
@@ -170,6 +182,19 @@ def least_recompute(work: Workload, layout: Layout, cluster: Cluster) -> Layout:
         if memory(model, work, tried, cluster).fits:
             return tried
     return replace(layout, recompute="full")
+
+
+def most_micro_batch(work: Workload, layout: Layout, cluster: Cluster) -> Layout:
+    """The one rule for a plan that does not state its micro-batch: the largest power of two up to 8 that fits, divides
+    the replica's batch and leaves at least four micro-batches for each stage.
+    """
+    model, best = profile(work.shape), layout
+    for size in (2, 4, 8):
+        tried = replace(layout, micro_batch=size)
+        divides = work.global_batch % (layout.dp * size) == 0
+        if divides and tried.micro_batches(work.global_batch) >= 4 * layout.pp:
+            best = tried if memory(model, work, tried, cluster).fits else best
+    return best
 
 
 def _precision(row: Row, stack: str, assumed: list[str]) -> Precision:

@@ -27,10 +27,10 @@ _DEEPSPEED = {"zero": 1, "flash": False, "overlap_dp": False, "sequence_parallel
 STACKS: tuple[Stack, ...] = (
     Stack("maxtext", ("maxtext",), {"zero": 3}),
     Stack("nemo", ("nvidia/nemo", "nvidia-nemo", "dgxc-benchmarking"), _MEGATRON_NEW),
-    Stack("llm-foundry", ("llm-foundry",), {"zero": 3, "compiled": False, "grad_bytes": 2}),
+    Stack("llm-foundry", ("llm-foundry",), {"zero": 3, "compiled": False, "grad_bytes": 2, "native_attention": False}),
     Stack("megatron-deepspeed", ("bigscience", "mt-nlg", "glm-130b"), _DEEPSPEED),
-    Stack("internevo", ("internevo",), {"zero": 1, "grad_bytes": 2}),
-    Stack("torchtitan", ("torchtitan",), {"zero": 3, "compiled": False}),
+    Stack("internevo", ("internevo",), {"zero": 1, "grad_bytes": 2, "compiled": False, "native_attention": False}),
+    Stack("torchtitan", ("torchtitan",), {"zero": 3, "compiled": False, "native_attention": False}),
     Stack("megascale", ("megascale",), {**_MEGATRON_NEW, "overlap_tp": False}),
     Stack("metaseq", ("metaseq",), {"zero": 3, "flash": False, "sequence_parallel": False}),
     Stack("megatron-lm", ("megatron-lm", "narayanan", "korthikanti", "herd of models"), _MEGATRON_NEW),
@@ -61,6 +61,8 @@ def layout_defaults(stack: Stack, device: str, precision: str, notes: str) -> di
     if stack.name == "torchtitan":
         facts["compiled"] = "compile" in said
         facts["overlap_tp"] = "async tp" in said or "asynctp" in said
+    if "megascale includes" in said:
+        facts["overlap_tp"] = True
     if "dualpipe" in said:
         facts["schedule"] = "dualpipe"
     if "mixed-precision mode default" in said:
