@@ -11,7 +11,7 @@ import typer
 
 app = typer.Typer(help="Choose a parallel plan; say how long, how much and why.")
 
-COMMANDS = ("main", "explain", "goodput", "check_claim")
+COMMANDS = ("main", "explain", "validate", "calibrate", "goodput", "check_claim")
 
 for _name in COMMANDS:
     import_module(f"headway.cli.plan_{_name}").register(app)

@@ -79,11 +79,16 @@ class Network:
         """Seconds of an all-reduce of `size` bytes."""
         return 2 * self.gather(size, group)
 
-    def all_to_all(self, size: float, group: Group) -> float:
-        """Seconds of an all-to-all in which each rank holds `size` bytes; its share for other domains uses its port."""
+    def all_to_all(self, size: float, group: Group, copies: int = 1) -> float:
+        """Seconds of an all-to-all in which each rank holds `size` bytes; its share for other domains uses its port.
+
+        `size` holds `copies` of each token; a domain gets one of them over the network and spreads it inside (DeepEP).
+        """
         if group.size < 2:
             return 0.0
-        outside = (group.size - group.inside) / group.size * size
+        domains = group.size / group.inside
+        reached = domains * (1 - (1 - 1 / domains) ** copies) / copies if domains > 1 else 1.0
+        outside = (group.size - group.inside) / group.size * size * min(1.0, reached)
         within = (group.inside - 1) / group.size * size
         return self.latency(group) + max(within / self.link, outside / self._port(group) if group.crosses else 0.0)
 

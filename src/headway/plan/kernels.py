@@ -29,9 +29,10 @@ class Rates:
     bandwidth: float
     quantised: bool
     hopper: bool
+    grad_bytes: int = 4
 
     @classmethod
-    def of(cls, device: Device, precision: str, constants: Constants) -> Rates:
+    def of(cls, device: Device, precision: str, constants: Constants, grad_bytes: int = 4) -> Rates:
         bf16 = _ceiling(device, "bf16", constants)
         product = _ceiling(device, precision, constants) * constants.gemm(precision)
         return cls(
@@ -41,6 +42,7 @@ class Rates:
             bandwidth=device.bandwidth * constants.hbm,
             quantised=precision in ("fp8", "fp4") and precision in device.rates,
             hopper="fp8" in device.rates,
+            grad_bytes=min(4, grad_bytes),
         )
 
 
@@ -104,8 +106,8 @@ def _gemm(
     moved = ideal * c.gemm_traffic / rates.bandwidth
     cast = c.cast * 3 * (inputs + weights) / rates.bandwidth if rates.quantised else 0.0
     cast_backward = c.cast * 3 * outputs / rates.bandwidth if rates.quantised else 0.0
-    # The weight's gradient is accumulated in fp32: read and written once a micro-batch.
-    accumulate = 0.0 if lora else 8 * weights / rates.bandwidth
+    # The weight's gradient is accumulated: read and written once a micro-batch, in fp32 or bf16.
+    accumulate = 0.0 if lora else 2 * rates.grad_bytes * weights / rates.bandwidth
     times = 1 if lora else 2
     forward = flops + moved + cast
     return copies * forward, copies * (times * (flops + moved) + cast_backward + accumulate)
@@ -163,7 +165,7 @@ def head_time(
     model: Profile, tokens: float, tp: int, rates: Rates, c: Constants, lora: bool
 ) -> tuple[float, float, float]:
     """(forward, backward, loss) of the output head and cross entropy, in bf16 products and fp32 logits."""
-    bf16 = Rates(rates.bf16, rates.bf16, rates.attention, rates.bandwidth, False, rates.hopper)
+    bf16 = Rates(rates.bf16, rates.bf16, rates.attention, rates.bandwidth, False, rates.hopper, rates.grad_bytes)
     forward, backward = _gemm(Gemm(model.hidden, model.vocab, "column"), tokens, tp, bf16, c, lora)
     # Logits are read for the maximum and the sum and written as their gradient: 2 + 4 + 4 + 2 bytes each.
     loss = c.elementwise * 12 * tokens * model.vocab / tp / rates.bandwidth

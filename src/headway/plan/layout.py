@@ -26,12 +26,14 @@ class Layout:
         vpp: model chunks per pipeline stage (interleave).
         micro_batch: sequences per replica and forward pass.
         recompute: activations computed again: none, selective (attention's core and elementwise work), full (layers).
+        recompute_share: share of the layers that full recompute applies to (Megatron's recompute_num_layers).
         sequence_parallel: norms and residuals split over TP (Korthikanti et al. 2022).
         flash: attention never writes its scores to memory (FlashAttention).
         native_attention: its kernel is written for the device (cuDNN, FlashAttention-3) and not carried over from Ampere.
         compiled: elementwise work fused by a compiler or by hand-written kernels.
         overlap_dp, overlap_tp: gradients and parameters (tensor slices) travel while kernels run.
         grad_bytes: bytes per parameter held for gradients (4: fp32 accumulation, 2, or 6: DeepSpeed's bf16 optimizer).
+        buckets: flat reduce buckets and an fp32 copy of the gradients beside the sharded optimizer (DeepSpeed's ZeRO-1).
     """
 
     dp: int = 1
@@ -44,6 +46,7 @@ class Layout:
     zero: int = 1
     shard: int = 0
     recompute: Recompute = "none"
+    recompute_share: float = 1.0
     sequence_parallel: bool = True
     schedule: Schedule = "1f1b"
     flash: bool = True
@@ -52,6 +55,7 @@ class Layout:
     overlap_dp: bool = True
     overlap_tp: bool = False
     grad_bytes: int = 4
+    buckets: bool = False
     offload: Offload = "none"
     optimizer_bits: int = 32
 
@@ -88,7 +92,8 @@ class Layout:
         if 0 < self.shard < self.replicas and self.zero:
             parts.append(f"shard {self.shard}")
         if self.recompute != "none":
-            parts.append(f"recompute {self.recompute}")
+            part = f" ({self.recompute_share:.0%} of layers)" if self.recompute_share < 1 else ""
+            parts.append(f"recompute {self.recompute}{part}")
         if self.offload != "none":
             parts.append(f"offload {self.offload}")
         return " · ".join(parts)

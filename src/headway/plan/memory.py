@@ -98,7 +98,7 @@ def _states(
         optimizer = 0.0
     if layout.zero < 3:
         # DeepSpeed's ZeRO-1 keeps an fp32 copy of the gradients beside the sharded state.
-        deepspeed = layout.grad_bytes != 4 and layout.zero == 1
+        deepspeed = layout.buckets and layout.zero == 1
         optimizer += 4 * sharded if deepspeed and layout.offload == "none" else 0.0
         held = sharded if layout.zero == 2 else total
         return 2 * total, layout.grad_bytes * held, optimizer, _BUCKETS if deepspeed else 0.0
@@ -153,15 +153,18 @@ def _stream(model: Profile, layout: Layout, copies: float) -> float:
 
 def _per_token(kind: LayerKind, model: Profile, work: Workload, layout: Layout) -> float:
     """Bytes per token that one layer keeps for its backward pass."""
+    whole = _whole(kind, model, work, layout)
     if layout.recompute == "full":
-        return _stream(model, layout, 1)
-    return _whole(kind, model, work, layout)
+        return layout.recompute_share * _stream(model, layout, 1) + (1 - layout.recompute_share) * whole
+    return whole
 
 
 def _whole(kind: LayerKind, model: Profile, work: Workload, layout: Layout) -> float:
-    selective = layout.recompute == "selective"
-    inner = kind.stored_selective if selective and layout.flash else kind.stored
-    kept = _stream(model, layout, 2 if selective and layout.flash else 4) + 2 * inner / layout.tp
+    selective = layout.recompute == "selective" or (layout.recompute == "full" and layout.recompute_share < 1)
+    width = 1 if work.precision in ("fp8", "fp4") else 2  # inputs of products are kept as they were multiplied
+    inputs = kind.kept_inputs(selective and layout.flash)
+    norms = 0.0 if selective and layout.flash else _stream(model, layout, width)
+    kept = _stream(model, layout, 2) + norms + (2 * kind.outputs + width * inputs) / layout.tp
     if kind.experts:
         routed = kind.top_k * layout.expert_tp / layout.tp
         kept += 2 * kind.expert_stored(selective) / layout.expert_tp * routed

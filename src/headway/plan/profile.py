@@ -47,17 +47,15 @@ class LayerKind:
     parallel: bool
 
     @property
-    def stored(self) -> int:
-        """Elements per token that backward needs inside the layer, split by TP: q, k, v, attention's and the MLP's."""
-        outputs = sum(gemm.n for gemm in self.gemms if gemm.split == "column")
-        inputs = sum(gemm.k for gemm in self.gemms if gemm.split == "row")
-        return outputs + inputs
+    def outputs(self) -> int:
+        """Elements per token of the products that TP splits by columns: q, k, v and the MLP's, needed by backward."""
+        return sum(gemm.n for gemm in self.gemms if gemm.split == "column")
 
-    @property
-    def stored_selective(self) -> int:
-        """The same where activations are computed again from the products' outputs."""
-        heads = self.attention.heads * self.attention.v_dim if self.attention else 0
-        return sum(gemm.n for gemm in self.gemms if gemm.split == "column") + heads
+    def kept_inputs(self, selective: bool) -> int:
+        """The same of the inputs of the other products; `selective` computes the MLP's activation again."""
+        if selective:
+            return self.attention.heads * self.attention.v_dim if self.attention else 0
+        return sum(gemm.k for gemm in self.gemms if gemm.split == "row")
 
     def expert_stored(self, selective: bool) -> int:
         """The same of one routed copy of a token, its input included; `selective` computes the activation again."""

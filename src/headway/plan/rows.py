@@ -155,6 +155,8 @@ def _layout(row: Row, work: Workload, cluster: Cluster, facts: Mapping[str, Any]
     micro = _whole(row, "micro_batch")
     fsdp = _whole(row, "fsdp") or 0
     layout = replace(Layout(), **facts, **known, dp=dp, micro_batch=micro or 1)
+    if work.shape.model_type == "gpt_oss":  # learned sinks: fused kernels of 2025 do not have them
+        layout = replace(layout, native_attention=False)
     if fsdp > 1:
         layout = replace(layout, zero=3 if known["pp"] == 1 else 2, shard=0 if fsdp >= dp else fsdp)
     shard = re.search(r"zero1=(\d+)", row.get("notes", ""))
@@ -175,12 +177,19 @@ def _layout(row: Row, work: Workload, cluster: Cluster, facts: Mapping[str, Any]
 
 
 def least_recompute(work: Workload, layout: Layout, cluster: Cluster) -> Layout:
-    """The one rule for a plan that does not say what it recomputes: none, else selective, else full, whichever fits."""
+    """The one rule for a plan that does not say what it recomputes: the least that fits in memory.
+
+    None, else selective, else full in as few eighths of the layers as will do; where even all of them do not fit, the
+    same again with parameters sharded too (a plan that ran must have fitted).
+    """
     model = profile(work.shape)
-    for recompute in RECOMPUTES:
-        tried = replace(layout, recompute=recompute)
-        if memory(model, work, tried, cluster).fits:
-            return tried
+    stages = (layout,) if layout.zero == 3 else (layout, replace(layout, zero=3))
+    for base in stages:
+        tries = [replace(base, recompute=recompute) for recompute in ("none", "selective")]
+        tries += [replace(base, recompute="full", recompute_share=eighths / 8) for eighths in range(1, 9)]
+        for tried in tries:
+            if memory(model, work, tried, cluster).fits:
+                return tried
     return replace(layout, recompute="full")
 
 

@@ -17,16 +17,17 @@ class Stack:
 
 
 _MEGATRON_NEW = {"zero": 1, "overlap_tp": True}
+_NEMO = {**_MEGATRON_NEW, "grad_bytes": 2}  # its performance recipes reduce and accumulate in bf16
 # Before FlashAttention (2022): fused softmax kernels, gradients reduced after the last backward, no sharding.
 _MEGATRON_OLD = {
     "zero": 0, "flash": False, "overlap_dp": False, "sequence_parallel": False, "grad_bytes": 4,
 }  # fmt: skip
-_DEEPSPEED = {"zero": 1, "flash": False, "overlap_dp": False, "sequence_parallel": False, "grad_bytes": 2}
+_DEEPSPEED = {"zero": 1, "flash": False, "overlap_dp": False, "sequence_parallel": False, "grad_bytes": 2, "buckets": True}
 
 # The order matters: the first whose piece occurs in the source is taken.
 STACKS: tuple[Stack, ...] = (
     Stack("maxtext", ("maxtext",), {"zero": 3}),
-    Stack("nemo", ("nvidia/nemo", "nvidia-nemo", "dgxc-benchmarking"), _MEGATRON_NEW),
+    Stack("nemo", ("nvidia/nemo", "nvidia-nemo", "dgxc-benchmarking"), _NEMO),
     Stack("llm-foundry", ("llm-foundry",), {"zero": 3, "compiled": False, "grad_bytes": 2, "native_attention": False}),
     Stack("megatron-deepspeed", ("bigscience", "mt-nlg", "glm-130b"), _DEEPSPEED),
     Stack("internevo", ("internevo",), {"zero": 1, "grad_bytes": 2, "compiled": False, "native_attention": False}),

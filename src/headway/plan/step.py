@@ -39,7 +39,7 @@ def step_terms(
     model: Profile, work: Workload, layout: Layout, cluster: Cluster, constants: Constants
 ) -> tuple[dict[str, float], dict[str, float]]:
     """(terms, facts): seconds of one step by name, and ratios that explain them."""
-    rates = Rates.of(cluster.device, work.precision, constants)
+    rates = Rates.of(cluster.device, work.precision, constants, layout.grad_bytes)
     x = _Context(model, work, layout, cluster, rates, Network.of(cluster, constants), constants)
     layer = _mean_layer(x)
     head = head_time(model, x.tokens, layout.tp, rates, constants, work.lora)
@@ -48,6 +48,7 @@ def step_terms(
     share = with_head  # 1 where the slowest stage also holds the head
     m = x.micro_batches
     again = _recompute(layout, layer)
+    kernels = 3 + (layout.recompute_share if layout.recompute == "full" else 0.0)
     terms = {
         "forward": m * (layers * layer.forward + share * head[0]),
         "backward": m * (layers * layer.backward + share * head[1]),
@@ -57,7 +58,7 @@ def step_terms(
         "tp": m * layers * comm["tp"],
         "cp": m * layers * comm["cp"],
         "ep": m * layers * comm["ep"],
-        "launch": m * layers * layer.kernels * constants.kernel * (3 + (layout.recompute == "full")),
+        "launch": m * layers * layer.kernels * constants.kernel * kernels,
     }
     mine = sum(terms.values()) - terms["optimizer"]
     around = terms["tp"] + terms["cp"] + terms["ep"] + terms["launch"]
@@ -91,7 +92,7 @@ def _mean_layer(x: _Context) -> LayerTime:
 
 def _recompute(layout: Layout, layer: LayerTime) -> float:
     if layout.recompute == "full":
-        return layer.forward
+        return layer.forward * layout.recompute_share
     return layer.core + layer.elementwise if layout.recompute == "selective" else 0.0
 
 
@@ -118,11 +119,11 @@ def _slowest_stage(
 
 def _per_micro_batch(x: _Context, layer: LayerTime) -> dict[str, float]:
     """Exposed communication of one average layer and micro-batch, forward and backward (and recompute)."""
-    again = 1 if x.layout.recompute == "full" else 0
+    again = x.layout.recompute_share if x.layout.recompute == "full" else 0.0
     return {"tp": _tensor(x, again), "cp": _context_parallel(x, layer), "ep": _expert(x, again)}
 
 
-def _tensor(x: _Context, again: int) -> float:
+def _tensor(x: _Context, again: float) -> float:
     """An all-reduce (or its two halves) after attention and after the MLP, the same in backward."""
     if x.layout.tp == 1:
         return 0.0
@@ -155,7 +156,7 @@ def _context_parallel(x: _Context, layer: LayerTime) -> float:
     return forward + _exposed(2 * passed, layer.core * x.c.attention_backward, x.c)
 
 
-def _expert(x: _Context, again: int) -> float:
+def _expert(x: _Context, again: float) -> float:
     """Dispatch and combine of every routed copy of a token, forward and backward."""
     ep = x.layout.ep
     if ep == 1 or not x.model.moe:
@@ -165,7 +166,7 @@ def _expert(x: _Context, again: int) -> float:
     for kind in x.model.kinds:
         if kind.experts:
             copies = x.tokens * x.layout.expert_tp / x.layout.tp * kind.top_k
-            one = x.network.all_to_all(BF16 * copies * x.model.hidden * x.c.imbalance, group)
+            one = x.network.all_to_all(BF16 * copies * x.model.hidden * x.c.imbalance, group, kind.top_k)
             total += one * (4 + 2 * again) * kind.count / x.model.layers
     return total * x.c.ep_exposed
 

@@ -1,0 +1,70 @@
+"""`headway plan validate`: how far predictions are from published or own runs."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headway.account.errors import UserError
+from headway.cli.output import print_json
+from headway.cli.plan_options import Json
+
+
+def validate(
+    rows: Annotated[Path, typer.Argument(help="CSV of runs; docs/plan.md lists the columns.")],
+    calibrate: Annotated[
+        Path | None, typer.Option(help="CSV whose rows may calibrate (at most 3 a stack, device and precision), or JSON.")
+    ] = None,
+    by: Annotated[str, typer.Option(help="source, stack, device, precision, model or group.")] = "source",
+    worst: Annotated[int, typer.Option(help="Also list the rows with the largest errors.")] = 0,
+    json: Json = False,
+) -> None:
+    """Predict every row of a CSV and show the errors: step time, memory, and what could not be scored and why.
+
+    Example: headway plan validate rows.csv --calibrate throughput.csv --by source
+    """
+    from headway.plan.calibrate import NONE, load_calibration
+    from headway.plan.constants import default_constants
+    from headway.plan.validate import KEYS, validate as run
+
+    if by not in KEYS:
+        near = difflib.get_close_matches(by, KEYS, n=3, cutoff=0.3) or list(KEYS)
+        raise UserError(f"--by {by!r} is unknown; nearest: {', '.join(near)}")
+    factors = load_calibration(calibrate, default_constants()) if calibrate else NONE
+    found = run(rows, factors)
+    if json:
+        print_json(
+            {
+                "headline": [asdict(row) for row in found.headline()],
+                "table": [asdict(row) for row in found.table(by)],
+                "memory": found.memory_summary(),
+                "not_judged": dict(found.reasons()),
+                "calibration": factors.to_dict(),
+                "rows": [one.to_dict() for one in found.scored],
+                "unscored": [asdict(one) for one in found.unscored],
+            }
+        )
+        return
+    print(f"{'step time, |error|':<72} rows  median     p90    bias")
+    for row in (*found.headline(), *found.table(by)):
+        print(f"{row.name[:72]:<72} {row.rows:4d} {row.median:7.1%} {row.p90:7.1%} {row.bias:+7.1%}")
+    held = found.memory_summary()
+    if held["rows"]:
+        print(f"memory: {held['rows']} rows, median |error| {held['median']:.1%}, p90 {held['p90']:.1%}")
+    print(
+        f"out of memory: {held['oom_called']} of {held['oom_rows']} called; "
+        f"false alarms {held['false_oom']} of {held['ran_rows']} that ran"
+    )
+    for reason, count in found.reasons().most_common():
+        print(f"not judged: {count:4d}  {reason}")
+    ordered = sorted(found.judged(), key=lambda one: -abs(one.error or 0))
+    for one in ordered[:worst]:
+        print(f"{one.case.row_id} {one.case.work.name} {one.case.layout.describe()}: {one.error:+.0%}")
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(validate)
