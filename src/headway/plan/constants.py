@@ -32,6 +32,8 @@ class Constants:
     expert: float
     routing: float
     kernel: float
+    launch: float
+    expert_kernels: float
     intra: float
     inter: float
     hop: float

@@ -60,7 +60,7 @@ def _ceiling(device: Device, precision: str, constants: Constants) -> float:
 class LayerTime:
     """Seconds of one layer and one micro-batch. `core` is attention's products and scores, forward; `elementwise` too.
 
-    `kernels` counts forward kernels.
+    `kernels` counts forward kernels that run, `issued` what the host does for them in kernels' worth of work.
     """
 
     forward: float
@@ -68,6 +68,7 @@ class LayerTime:
     core: float
     elementwise: float
     kernels: float
+    issued: float
 
 
 def layer_time(
@@ -85,12 +86,14 @@ def layer_time(
         backward += two
     core, core_backward = _core(kind, tokens, attended, layout, rates, c)
     elementwise = _elementwise(kind, hidden, tokens, layout, rates, c)
+    kernels = _KERNELS * (1.0 if layout.compiled else 2.0) + (_MOE_KERNELS if kind.experts else 0)
     return LayerTime(
         forward=forward + core + elementwise,
         backward=backward + core_backward + 2 * elementwise,
         core=core,
         elementwise=elementwise,
-        kernels=_KERNELS * (1.0 if layout.compiled else 2.0) + (_MOE_KERNELS if kind.experts else 0),
+        kernels=kernels,
+        issued=kernels + c.expert_kernels * kind.experts / layout.ep,
     )
 
 
@@ -128,7 +131,8 @@ def _experts(
         backward += two / c.expert
     hidden = kind.expert_gemms[0].k
     copies = mine * kind.top_k * BF16
-    moved = c.routing * copies * (4 * hidden + kind.expert_inner / etp) / rates.bandwidth
+    fused = 1.0 if layout.compiled else c.eager
+    moved = c.routing * copies * (4 * hidden + fused * kind.expert_inner / etp) / rates.bandwidth
     return forward + moved, backward + 2 * moved
 
 

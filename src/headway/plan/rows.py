@@ -155,8 +155,8 @@ def _layout(row: Row, work: Workload, cluster: Cluster, facts: Mapping[str, Any]
     micro = _whole(row, "micro_batch")
     fsdp = _whole(row, "fsdp") or 0
     layout = replace(Layout(), **facts, **known, dp=dp, micro_batch=micro or 1)
-    if work.shape.model_type == "gpt_oss":  # learned sinks: fused kernels of 2025 do not have them
-        layout = replace(layout, native_attention=False)
+    if work.shape.model_type == "gpt_oss":  # learned sinks and a clamped SwiGLU: the fused kernels of 2025 lack both
+        layout = replace(layout, native_attention=False, compiled=False)
     if fsdp > 1:
         layout = replace(layout, zero=3 if known["pp"] == 1 else 2, shard=0 if fsdp >= dp else fsdp)
     shard = re.search(r"zero1=(\d+)", row.get("notes", ""))

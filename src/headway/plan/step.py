@@ -48,7 +48,7 @@ def step_terms(
     share = with_head  # 1 where the slowest stage also holds the head
     m = x.micro_batches
     again = _recompute(layout, layer)
-    kernels = 3 + (layout.recompute_share if layout.recompute == "full" else 0.0)
+    passes = 3 + (layout.recompute_share if layout.recompute == "full" else 0.0)
     terms = {
         "forward": m * (layers * layer.forward + share * head[0]),
         "backward": m * (layers * layer.backward + share * head[1]),
@@ -58,7 +58,7 @@ def step_terms(
         "tp": m * layers * comm["tp"],
         "cp": m * layers * comm["cp"],
         "ep": m * layers * comm["ep"],
-        "launch": m * layers * layer.kernels * constants.kernel * kernels,
+        "launch": m * layers * _launch(x, layer, again, passes),
     }
     mine = sum(terms.values()) - terms["optimizer"]
     around = terms["tp"] + terms["cp"] + terms["ep"] + terms["launch"]
@@ -82,12 +82,23 @@ def step_terms(
 
 def _mean_layer(x: _Context) -> LayerTime:
     """The average layer: stages hold a mixture of a model's kinds."""
-    total = [0.0] * 5
+    total = [0.0] * 6
     for kind in x.model.kinds:
         time = layer_time(kind, x.model.hidden, x.tokens, x.work.attended, x.layout, x.rates, x.c, x.work.lora)
-        for index, value in enumerate((time.forward, time.backward, time.core, time.elementwise, time.kernels)):
+        for index, value in enumerate(_fields(time)):
             total[index] += value * kind.count / x.model.layers
     return LayerTime(*total)
+
+
+def _fields(time: LayerTime) -> tuple[float, ...]:
+    return time.forward, time.backward, time.core, time.elementwise, time.kernels, time.issued
+
+
+def _launch(x: _Context, layer: LayerTime, again: float, passes: float) -> float:
+    """Gaps between one layer's kernels, and what the host takes longer to issue than the device to run them."""
+    gaps = passes * layer.kernels * x.c.kernel
+    device = layer.forward + layer.backward + again + gaps
+    return gaps + max(0.0, passes * layer.issued * x.c.launch - device)
 
 
 def _recompute(layout: Layout, layer: LayerTime) -> float:
