@@ -29,6 +29,7 @@ class Constants:
     attention_ported: float
     head_dim: float
     score_passes: float
+    misaligned: float
     expert: float
     routing: float
     kernel: float

@@ -152,7 +152,8 @@ def _core(
         forward = 2 * heads * (one.qk_dim + one.v_dim + 2 * c.head_dim) * pairs / rate
         return forward, forward * c.attention_backward
     pairs = tokens * attended
-    products = 2 * heads * (one.qk_dim + one.v_dim) * pairs / rates.bf16
+    aligned = one.qk_dim % 8 == 0 and one.v_dim % 8 == 0
+    products = 2 * heads * (one.qk_dim + one.v_dim) * pairs / rates.bf16 * (1.0 if aligned else c.misaligned)
     scores = c.score_passes * BF16 * heads * pairs / rates.bandwidth
     return products + scores, 2 * (products + scores)
 

@@ -218,8 +218,8 @@ def _data_parallel(x: _Context, layers: float, forward: float, backward: float) 
         pairs[-1] = (pairs[-1][0] + outer, backward)
     elif layout.zero == 0:
         pairs = [(2 * grads, backward)]
-    else:
-        pairs = [(grads + outer, backward), (params, forward)]
+    else:  # DeepSpeed's pipeline engine sums whole gradients before it keeps its shard
+        pairs = [((2 if layout.buckets else 1) * grads + outer, backward), (params, forward)]
     if not layout.overlap_dp:
         return sum(comm for comm, _ in pairs), 0.0
     shown = sum(_exposed(comm, window, x.c) for comm, window in pairs)
