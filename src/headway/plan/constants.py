@@ -40,6 +40,7 @@ class Constants:
     hop: float
     tp_overlap: float
     pp_exposed: float
+    pipe_sync: float
     ep_exposed: float
     contention: float
     optimizer_bytes: float

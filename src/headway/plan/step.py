@@ -234,7 +234,9 @@ def _sends(x: _Context) -> float:
     size = BF16 * x.tokens * x.model.hidden / (layout.tp if layout.sequence_parallel else 1)
     crosses = layout.gpus // layout.pp >= x.network.domain
     one = x.network.send(size, crosses)
-    return x.c.pp_exposed * 2 * layout.vpp * (x.micro_batches + layout.pp - 1) * one
+    rounds = x.micro_batches + layout.pp - 1
+    waiting = x.c.pipe_sync * rounds if layout.buckets else 0.0
+    return x.c.pp_exposed * 2 * layout.vpp * rounds * one + waiting
 
 
 def _optimizer(x: _Context) -> float:
