@@ -1,7 +1,7 @@
 """Fits the planner's constants to published runs and prints the constants file, or cross-validates by stack.
 
-    python scripts/fit_plan.py ROWS.csv > src/headway/plan/constants.csv
-    python scripts/fit_plan.py ROWS.csv --hold-out        # each stack predicted by constants fitted to the others
+python scripts/fit_plan.py ROWS.csv > src/headway/plan/constants.csv
+python scripts/fit_plan.py ROWS.csv --hold-out        # each stack predicted by constants fitted to the others
 """
 
 from __future__ import annotations

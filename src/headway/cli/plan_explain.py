@@ -1,24 +1,12 @@
-"""`headway plan explain`: one plan, term by term."""
+"""`headway plan explain`: why the best plan wins, term by term, and what the runner-up loses."""
 
 from __future__ import annotations
-
-from typing import Annotated
 
 import typer
 
 from headway.cli.output import print_json
 from headway.cli.plan_options import (
-    ClusterSpec,
-    Fix,
-    GlobalBatch,
-    Json,
-    Model,
-    PrecisionName,
-    Seq,
-    cluster_of,
-    fixed_layout,
-    make_workload,
-    parse_fix,
+    ClusterSpec, Fix, GlobalBatch, Json, MeanSquare, Model, PrecisionName, Seq, cluster_of, make_workload, parse_fix,
 )  # fmt: skip
 
 
@@ -28,28 +16,48 @@ def explain(
     seq: Seq = 8192,
     global_batch: GlobalBatch = 512,
     precision: PrecisionName = "bf16",
+    mean_square: MeanSquare = None,
     fix: Fix = "",
     json: Json = False,
-    top: Annotated[int, typer.Option(help="Terms to show.")] = 20,
 ) -> None:
-    """Show one plan's step, term by term.
+    """Show the best plan's step term by term, its memory by use, and where the runner-up loses.
 
     Example: headway plan explain --model llama3-70b --cluster H100x64 --fix tp=4,pp=4
     """
-    from headway.plan.layout import check
-    from headway.plan.predict import predict
+    from headway.plan.decision import bottlenecks, loses
+    from headway.plan.search import search
 
-    machines = cluster_of(cluster)
-    work = make_workload(model, seq, global_batch, precision)
-    layout = fixed_layout(parse_fix(fix), machines)
-    check(layout, work.shape, machines, seq, global_batch)
-    found = predict(work, layout, machines)
+    work = make_workload(model, seq, global_batch, precision, mean_square)
+    found = search(work, cluster_of(cluster), parse_fix(fix), top=2)
+    best, second = found.plans[0], (found.plans[1] if len(found.plans) > 1 else None)
     if json:
-        print_json(found.to_dict())
+        gaps = dict(loses(best, second)) if second else {}
+        print_json(
+            {
+                "best": best.to_dict(),
+                "runner_up": second.to_dict() if second else None,
+                "runner_up_loses_s": gaps,
+                "removed": found.removed,
+            }
+        )
         return
-    print(f"{layout.describe()}: step {found.step_s:.3f} s, {found.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
-    for name, seconds in sorted(found.terms.items(), key=lambda item: -item[1])[:top]:
-        print(f"  {name:<10} {seconds:9.4f} s  {seconds / found.step_s:6.1%}")
+    print(f"{best.layout.describe()}: step {best.step_s:.3f} s, {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
+    for name, share in bottlenecks(best):
+        print(f"  {name:<12} {best.terms[name]:10.4f} s {share:7.1%}")
+    ratio, fraction = best.facts["bubble_ratio"], best.facts["bubble_fraction"]
+    print(f"bubble: {ratio:.1%} of the work (ratio), {fraction:.1%} of work and bubble (fraction)")
+    print(f"gradients and parameters hidden behind kernels: {best.facts['dp_hidden_s']:.4f} s")
+    held = best.memory.to_dict()
+    capacity = held.pop("capacity")
+    print(f"memory of {capacity / 2**30:.1f} GiB: " + " · ".join(f"{k} {v / 2**30:.1f}" for k, v in held.items() if v))
+    if second is not None:
+        print(
+            f"runner-up: {second.layout.describe()}: step {second.step_s:.3f} s ({second.step_s / best.step_s - 1:+.1%})"
+        )
+        for name, seconds in loses(best, second):
+            print(f"  {name:<12} {seconds:+10.4f} s")
+    for reason, count in sorted(found.removed.items(), key=lambda item: -item[1])[:6]:
+        print(f"ruled out: {reason} ({count})")
 
 
 def register(app: typer.Typer) -> None:

@@ -17,7 +17,8 @@ from headway.cli.plan_options import Json
 def validate(
     rows: Annotated[Path, typer.Argument(help="CSV of runs; docs/plan.md lists the columns.")],
     calibrate: Annotated[
-        Path | None, typer.Option(help="CSV whose rows may calibrate (at most 3 a stack, device and precision), or JSON.")
+        Path | None,
+        typer.Option(help="CSV whose rows may calibrate (at most 3 a stack, device and precision), or JSON."),
     ] = None,
     by: Annotated[str, typer.Option(help="source, stack, device, precision, model or group.")] = "source",
     worst: Annotated[int, typer.Option(help="Also list the rows with the largest errors.")] = 0,
@@ -29,7 +30,8 @@ def validate(
     """
     from headway.plan.calibrate import NONE, load_calibration
     from headway.plan.constants import default_constants
-    from headway.plan.validate import KEYS, validate as run
+    from headway.plan.validate import KEYS
+    from headway.plan.validate import validate as run
 
     if by not in KEYS:
         near = difflib.get_close_matches(by, KEYS, n=3, cutoff=0.3) or list(KEYS)

@@ -81,7 +81,10 @@ def calibrate(cases: Sequence[Case], constants: Constants) -> Calibration:
     factors: dict[Group, float] = {}
     rows: dict[Group, tuple[str, ...]] = {}
     for group, chosen in choose(cases).items():
-        logs = [math.log((case.step_s or 1) / predict(case.work, case.layout, case.cluster, constants).step_s) for case in chosen]
+        logs = [
+            math.log((case.step_s or 1) / predict(case.work, case.layout, case.cluster, constants).step_s)
+            for case in chosen
+        ]
         weight = len(logs) / (len(logs) + LOYALTY)
         factors[group] = math.exp(weight * statistics.median(logs))
         rows[group] = tuple(case.row_id for case in chosen)

@@ -43,7 +43,7 @@ class Network:
     def of(cls, cluster: Cluster, constants: Constants) -> Network:
         return cls(
             link=cluster.device.link * constants.intra,
-            inter=cluster.inter_node * constants.inter,
+            inter=cluster.inter_node * constants.inter * (constants.onloaded if cluster.onloaded else 1.0),
             hop=constants.hop,
             domain=max(1, min(cluster.domain, cluster.gpus)),
             rail=cluster.rail,

@@ -37,6 +37,7 @@ class Constants:
     expert_kernels: float
     intra: float
     inter: float
+    onloaded: float
     hop: float
     tp_overlap: float
     pp_exposed: float

@@ -29,11 +29,11 @@ class Layout:
         recompute_share: share of the layers that full recompute applies to (Megatron's recompute_num_layers).
         sequence_parallel: norms and residuals split over TP (Korthikanti et al. 2022).
         flash: attention never writes its scores to memory (FlashAttention).
-        native_attention: its kernel is written for the device (cuDNN, FlashAttention-3) and not carried over from Ampere.
+        native_attention: its kernel is written for the device (cuDNN, FlashAttention-3), not carried over from Ampere.
         compiled: elementwise work fused by a compiler or by hand-written kernels.
         overlap_dp, overlap_tp: gradients and parameters (tensor slices) travel while kernels run.
         grad_bytes: bytes per parameter held for gradients (4: fp32 accumulation, 2, or 6: DeepSpeed's bf16 optimizer).
-        buckets: flat reduce buckets and an fp32 copy of the gradients beside the sharded optimizer (DeepSpeed's ZeRO-1).
+        buckets: DeepSpeed's ZeRO-1 with pipelines: flat reduce buckets, an fp32 copy of the gradient shard.
     """
 
     dp: int = 1

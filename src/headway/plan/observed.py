@@ -44,7 +44,7 @@ def _flops_of(convention: str, work: Workload) -> float | None:
 
 
 def _megatron(shape: ModelShape, seq: int, tokens: int) -> float:
-    """72·B·s·L·h²(1 + s/6h + V/12Lh), of the model's real matrices (Narayanan et al. 2021, equation 2, without recompute)."""
+    """72·B·s·L·h²(1 + s/6h + V/12Lh) of the model's real matrices (Narayanan et al. 2021, without recompute)."""
     return (6.0 * shape.active_matmul_parameters + 12.0 * len(shape.layers) * shape.hidden * seq) * tokens
 
 

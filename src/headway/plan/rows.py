@@ -92,7 +92,7 @@ def read_cases(path: Path) -> tuple[list[Case], list[Unscored]]:
     cases: list[Case] = []
     unscored: list[Unscored] = []
     for number, row in enumerate(read_rows(path), 2):
-        row_id = row.get("row_id") or f"line {number}"
+        row_id = row.get("row_id") or f"{path.name}:{number}"
         try:
             cases.append(make_case(row, row_id))
         except (CannotScore, UserError, ValueError, ZeroDivisionError, OverflowError) as error:
@@ -154,7 +154,8 @@ def _layout(row: Row, work: Workload, cluster: Cluster, facts: Mapping[str, Any]
         assumed.append(f"vpp {known['vpp']}")
     micro = _whole(row, "micro_batch")
     fsdp = _whole(row, "fsdp") or 0
-    layout = replace(Layout(), **facts, **known, dp=dp, micro_batch=micro or 1)
+    choices: dict[str, Any] = {**facts, **known}
+    layout = replace(Layout(), **choices, dp=dp, micro_batch=micro or 1)
     if work.shape.model_type == "gpt_oss":  # learned sinks and a clamped SwiGLU: the fused kernels of 2025 lack both
         layout = replace(layout, native_attention=False, compiled=False)
     if fsdp > 1:
@@ -221,7 +222,9 @@ def _precision(row: Row, stack: str, assumed: list[str]) -> Precision:
 def _cluster(row: Row, device_name: str, gpus: int) -> Cluster:
     device = find_device(device_name)
     cluster = make_cluster(device, gpus, _whole(row, "gpus_per_node"))
-    speed = network_of(row.get("interconnect", ""), cluster.gpus_per_node)
+    text = row.get("interconnect", "")
+    cluster = replace(cluster, onloaded="omnipath" in text.casefold().replace("-", ""))
+    speed = network_of(text, cluster.gpus_per_node)
     return replace(cluster, inter_node=speed) if speed else cluster
 
 

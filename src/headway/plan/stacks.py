@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Stack:
-    """A training stack: how rows name it (lower-case pieces of `source`), and what it does unless a row says otherwise."""
+    """A training stack: how rows name it (lower-case pieces of `source`), and what it does unless a row denies it."""
 
     name: str
     pieces: tuple[str, ...]
@@ -22,7 +22,14 @@ _NEMO = {**_MEGATRON_NEW, "grad_bytes": 2}  # its performance recipes reduce and
 _MEGATRON_OLD = {
     "zero": 0, "flash": False, "overlap_dp": False, "sequence_parallel": False, "grad_bytes": 4,
 }  # fmt: skip
-_DEEPSPEED = {"zero": 1, "flash": False, "overlap_dp": False, "sequence_parallel": False, "grad_bytes": 2, "buckets": True}
+_DEEPSPEED = {
+    "zero": 1,
+    "flash": False,
+    "overlap_dp": False,
+    "sequence_parallel": False,
+    "grad_bytes": 2,
+    "buckets": True,
+}
 
 # The order matters: the first whose piece occurs in the source is taken.
 STACKS: tuple[Stack, ...] = (

@@ -1,0 +1,154 @@
+"""Search: every plan that a cluster, a model and a batch allow, priced; and why the others cannot be.
+
+DP is what the other degrees leave over. Heavy traffic stays in the fast domain: TP never leaves it, and says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from headway.account.errors import UserError
+from headway.plan.cluster import Cluster
+from headway.plan.constants import Constants, default_constants
+from headway.plan.layout import RECOMPUTES, Layout, problems
+from headway.plan.memory import Memory, memory
+from headway.plan.predict import Prediction, predict
+from headway.plan.profile import profile
+from headway.plan.step import step_terms
+from headway.plan.workload import Workload
+
+Objective = Literal["time", "cost", "memory"]
+OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "memory")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best plans, best first; how many were priced; and why others were not, each reason with a count."""
+
+    plans: tuple[Prediction, ...]
+    priced: int
+    removed: Mapping[str, int]
+
+
+def search(
+    work: Workload,
+    cluster: Cluster,
+    fixed: Mapping[str, Any] | None = None,
+    *,
+    objective: Objective = "time",
+    top: int = 5,
+    constants: Constants | None = None,
+    factor: float = 1.0,
+) -> Found:
+    """The `top` plans that run and fit, by step time (which on one cluster is also cost) or by memory.
+
+    `fixed`: fields of Layout that are given. Raises UserError when nothing runs, with the commonest reason, or when
+    nothing fits, with the smallest change that would.
+    """
+    given = dict(fixed or {})
+    c = constants or default_constants()
+    model = profile(work.shape)
+    removed: Counter[str] = Counter()
+    fitting: list[tuple[float, float, Layout]] = []
+    smallest: tuple[float, Layout, Memory] | None = None
+    for layout in _candidates(work, cluster, given, removed):
+        held = memory(model, work, layout, cluster)
+        if not held.fits:
+            removed["does not fit in memory"] += 1
+            if smallest is None or held.needed < smallest[0]:
+                smallest = (held.needed, layout, held)
+            continue
+        terms, _ = step_terms(model, work, layout, cluster, c)
+        fitting.append((sum(terms.values()), held.needed, layout))
+    if not fitting:
+        raise UserError(_why_nothing(removed, smallest))
+    order = 1 if objective == "memory" else 0
+    fitting.sort(key=lambda item: (item[order], item[1 - order]))
+    plans = tuple(predict(work, layout, cluster, c, factor) for _, _, layout in _distinct(fitting)[:top])
+    return Found(plans, len(fitting), dict(removed))
+
+
+def _distinct(fitting: list[tuple[float, float, Layout]]) -> list[tuple[float, float, Layout]]:
+    """One plan of each (dp, tp, pp, cp, ep): the runners-up should differ in more than a micro-batch."""
+    seen: set[tuple[int, ...]] = set()
+    kept = []
+    for item in fitting:
+        layout = item[2]
+        key = (layout.dp, layout.tp, layout.pp, layout.cp, layout.ep)
+        if key not in seen:
+            seen.add(key)
+            kept.append(item)
+    return kept
+
+
+def _candidates(work: Workload, cluster: Cluster, given: Mapping[str, Any], removed: Counter[str]) -> Iterator[Layout]:
+    """Layouts that could run; each removal is counted with its reason, once for each set of degrees."""
+    shape = work.shape
+    layers = len(shape.layers)
+    heads = max((kind.heads for kind, _ in shape.attention_kinds), default=1)
+    experts = max((layer.mlp.experts for layer in shape.layers if layer.mlp), default=0)
+    tps = _given(given, "tp", [n for n in _divisors(heads) if n <= 64])
+    pps = _given(
+        given, "pp", [n for n in range(1, min(layers, cluster.gpus) + 1) if cluster.gpus % n == 0 and n <= 128]
+    )
+    cps = _given(given, "cp", [1, 2, 4, 8, 16, 32] if work.seq >= 16384 else [1, 2])
+    eps = _given(given, "ep", [n for n in _divisors(experts)] if experts else [1])
+    for tp, pp, cp in itertools.product(tps, pps, cps):
+        if tp > cluster.domain and "tp" not in given:
+            removed[f"TP {tp} leaves the fast domain of {cluster.domain}"] += 1
+            continue
+        if cluster.gpus % (tp * pp * cp):
+            continue
+        dp = cluster.gpus // (tp * pp * cp)
+        if given.get("dp", dp) != dp:
+            continue
+        for ep in eps:
+            base = replace(Layout(), **{**given, "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep})
+            yield from _details(base, work, cluster, given, layers, removed)
+
+
+def _details(
+    base: Layout, work: Workload, cluster: Cluster, given: Mapping[str, Any], layers: int, removed: Counter[str]
+) -> Iterator[Layout]:
+    """Micro-batch, interleave, sharding and recompute of one set of degrees."""
+    # TP's slices hide behind products and state is sharded wherever there is a group for it.
+    base = replace(base, overlap_tp=given.get("overlap_tp", base.tp > 1))
+    per_stage = layers // base.pp
+    vpps = _given(given, "vpp", [n for n in (1, 2, 4, 5, 8, 10) if n == 1 or (base.pp > 1 and per_stage % n == 0)])
+    zeros = _given(given, "zero", [1, 3] if base.pp == 1 and base.replicas > 1 else [1])
+    recomputes = _given(given, "recompute", list(RECOMPUTES))
+    for micro in _given(given, "micro_batch", [1, 2, 4, 8]):
+        tried = replace(base, micro_batch=micro)
+        found = problems(tried, work.shape, cluster, work.seq, work.global_batch)
+        if found:
+            removed[found[0]] += 1
+            continue
+        for vpp, zero, recompute in itertools.product(vpps, zeros, recomputes):
+            if vpp > 1 and tried.micro_batches(work.global_batch) % base.pp:
+                continue  # interleaving runs micro-batches in rounds of the pipeline's depth
+            yield replace(tried, vpp=vpp, zero=zero, recompute=recompute)
+
+
+def _given(given: Mapping[str, Any], key: str, otherwise: list[Any]) -> list[Any]:
+    return [given[key]] if key in given else otherwise
+
+
+def _divisors(number: int) -> list[int]:
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def _why_nothing(removed: Mapping[str, int], smallest: tuple[float, Layout, Memory] | None) -> str:
+    if smallest is None:
+        reason = max(removed, key=lambda key: removed[key]) if removed else "no degrees divide the cluster's GPUs"
+        return f"no plan runs: {reason}"
+    needed, layout, held = smallest
+    more = -(-needed // 2**30) - held.capacity // 2**30
+    change = "more GPUs, or offload=host" if layout.offload == "none" else "more GPUs"
+    return (
+        f"no plan fits: the smallest ({layout.describe()}) needs {needed / 2**30:.1f} GiB a GPU and "
+        f"{held.capacity / 2**30:.1f} are there, {more:.0f} GiB short; smallest change: {change}"
+    )
