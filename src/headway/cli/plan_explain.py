@@ -6,7 +6,17 @@ import typer
 
 from headway.cli.output import print_json
 from headway.cli.plan_options import (
-    ClusterSpec, Fix, GlobalBatch, Json, MeanSquare, Model, PrecisionName, Seq, cluster_of, make_workload, parse_fix,
+    ClusterSpec,
+    Fix,
+    GlobalBatch,
+    Json,
+    MeanSquare,
+    Model,
+    PrecisionName,
+    Seq,
+    cluster_of,
+    make_workload,
+    parse_fix,
 )  # fmt: skip
 
 
@@ -51,9 +61,8 @@ def explain(
     capacity = held.pop("capacity")
     print(f"memory of {capacity / 2**30:.1f} GiB: " + " · ".join(f"{k} {v / 2**30:.1f}" for k, v in held.items() if v))
     if second is not None:
-        print(
-            f"runner-up: {second.layout.describe()}: step {second.step_s:.3f} s ({second.step_s / best.step_s - 1:+.1%})"
-        )
+        slower = second.step_s / best.step_s - 1
+        print(f"runner-up: {second.layout.describe()}: step {second.step_s:.3f} s ({slower:+.1%})")
         for name, seconds in loses(best, second):
             print(f"  {name:<12} {seconds:+10.4f} s")
     for reason, count in sorted(found.removed.items(), key=lambda item: -item[1])[:6]:

@@ -59,27 +59,24 @@ def plan(
     if price:
         machines = replace(machines, price_per_hour=price)
     factor = _factor(calibrate, stack, machines.device.name, precision)
-    found = search(work, machines, parse_fix(fix), objective=objective, top=top, factor=factor)  # type: ignore[arg-type]
+    found = search(work, machines, parse_fix(fix), objective=objective, top=top, factor=factor)
     costs = [cost_of(one, tokens) for one in found.plans] if tokens else []
     best = costs[0] if costs else None
     late = limit is not None and best is not None and best.seconds > limit
     dear = bool(budget) and best is not None and (best.dollars is None or best.dollars > budget)
     if json:
         plans = [one.to_dict() for one in found.plans]
-        for one, cost in zip(plans, costs, strict=False):
-            one["run"] = {"days": cost.days, "gpu_hours": cost.gpu_hours, "dollars": cost.dollars}
+        for entry, cost in zip(plans, costs, strict=False):
+            entry["run"] = {"days": cost.days, "gpu_hours": cost.gpu_hours, "dollars": cost.dollars}
         print_json({"plans": plans, "priced": found.priced, "removed": found.removed, "factor": factor})
         return 1 if late or dear else 0
-    print(
-        f"{work.name}: {work.shape.parameters / 1e9:.2f}B parameters, {seq} × {global_batch} tokens a step, {precision}, "
-        f"{machines.gpus} × {machines.device.name} ({found.priced} plans fit)"
-    )
+    size = f"{work.shape.parameters / 1e9:.2f}B parameters, {seq} × {global_batch} tokens a step, {precision}"
+    print(f"{work.name}: {size}, {machines.gpus} × {machines.device.name} ({found.priced} plans fit)")
     for rank, one in enumerate(found.plans, 1):
-        memory = f"{one.memory.total / 2**30:.0f} of {one.memory.capacity / 2**30:.0f} GiB"
+        memory = f"needs {one.memory.needed / 2**30:.0f} of {one.memory.capacity / 2**30:.0f} GiB"
         print(f"{rank}. {one.layout.describe()}")
-        print(
-            f"   step {one.step_s:.3f} s · {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU · MFU {one.mfu:.1%} (causal) · {memory}"
-        )
+        speed = f"step {one.step_s:.3f} s · {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
+        print(f"   {speed} · MFU {one.mfu:.1%} (causal) · {memory}")
         if costs:
             cost = costs[rank - 1]
             money = "price unknown (--price)" if cost.dollars is None else f"{cost.dollars:,.0f} dollars"

@@ -58,8 +58,8 @@ class Cluster:
     """`gpus` devices in nodes of `gpus_per_node`; `inter_node` bytes/s per GPU and direction leave the node.
 
     `domain`: GPUs joined by the fast link. `oversubscription`: how much less the spine carries than the leaves (1: full
-    bisection); beyond `rail` GPUs traffic crosses the spine. `host` and `nvme`: bytes/s per GPU for offload. `onloaded`:
-    the network's protocol runs on the CPU (Omni-Path).
+    bisection); beyond `rail` GPUs traffic crosses the spine. `host` and `nvme`: bytes/s per GPU for offload.
+    `onloaded`: the network's protocol runs on the CPU (Omni-Path).
     """
 
     device: Device

@@ -6,6 +6,7 @@ DP is what the other degrees leave over. Heavy traffic stays in the fast domain:
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from headway.plan.step import step_terms
 from headway.plan.workload import Workload
 
 Objective = Literal["time", "cost", "memory"]
+# A plan that is booked must survive a longer batch or a library's new workspace: this much of the memory is planned for.
+HEADROOM = 0.96
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "memory")
 
 
@@ -50,6 +53,7 @@ def search(
     nothing fits, with the smallest change that would.
     """
     given = dict(fixed or {})
+    _check_given(work, cluster, given)
     c = constants or default_constants()
     model = profile(work.shape)
     removed: Counter[str] = Counter()
@@ -57,7 +61,7 @@ def search(
     smallest: tuple[float, Layout, Memory] | None = None
     for layout in _candidates(work, cluster, given, removed):
         held = memory(model, work, layout, cluster)
-        if not held.fits:
+        if held.needed > HEADROOM * held.capacity:
             removed["does not fit in memory"] += 1
             if smallest is None or held.needed < smallest[0]:
                 smallest = (held.needed, layout, held)
@@ -70,6 +74,29 @@ def search(
     fitting.sort(key=lambda item: (item[order], item[1 - order]))
     plans = tuple(predict(work, layout, cluster, c, factor) for _, _, layout in _distinct(fitting)[:top])
     return Found(plans, len(fitting), dict(removed))
+
+
+def _check_given(work: Workload, cluster: Cluster, given: Mapping[str, Any]) -> None:
+    """Raises UserError for a given degree that no plan can have, with the nearest that one could."""
+    heads = max((kind.heads for kind, _ in work.shape.attention_kinds), default=1)
+    experts = max((layer.mlp.experts for layer in work.shape.layers if layer.mlp), default=0)
+    for key, whole, what in (("tp", heads, "heads"), ("ep", experts, "experts")):
+        value = given.get(key, 1)
+        if value > 1 and (not whole or whole % value):
+            near = sorted(_divisors(whole or 1), key=lambda one: abs(one - value))[:3]
+            raise UserError(f"{key}={value} does not divide {whole} {what}; nearest: {_listed(near)}")
+    if given.get("pp", 1) > len(work.shape.layers):
+        raise UserError(f"pp={given['pp']} is more than the model's {len(work.shape.layers)} layers")
+    product = math.prod(given.get(key, 1) for key in ("dp", "tp", "pp", "cp"))
+    if cluster.gpus % product or ("dp" in given and product > cluster.gpus):
+        near = sorted(_divisors(cluster.gpus), key=lambda one: abs(one - product))[:3]
+        raise UserError(
+            f"the given degrees take {product} GPUs, not a divisor of {cluster.gpus}; nearest: {_listed(near)}"
+        )
+
+
+def _listed(values: list[int]) -> str:
+    return ", ".join(map(str, sorted(values)))
 
 
 def _distinct(fitting: list[tuple[float, float, Layout]]) -> list[tuple[float, float, Layout]]:
