@@ -23,7 +23,7 @@ from headway.plan.step import step_terms
 from headway.plan.workload import Workload
 
 Objective = Literal["time", "cost", "memory"]
-# A plan that is booked must survive a longer batch or a library's new workspace: this much of the memory is planned for.
+# A plan that is booked must survive a library's new workspace: this much of the memory is planned for.
 HEADROOM = 0.96
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "memory")
 
