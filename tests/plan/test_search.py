@@ -1,0 +1,151 @@
+"""The search and its commands: plans run and fit, reasons are said, bad input is one line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from headway.account.errors import UserError
+from headway.cli.main import main
+from headway.plan.cluster import cluster_from, find_device, load_cluster
+from headway.plan.decision import cost_of, loses, parse_deadline
+from headway.plan.layout import Layout, problems
+from headway.plan.predict import predict
+from headway.plan.search import HEADROOM, search
+from headway.plan.workload import Workload, load_model
+
+
+def job(model: str = "llama3-8b", batch: int = 64, seq: int = 4096) -> Workload:
+    return Workload(load_model(model)[1], seq, batch, "bf16", model)
+
+
+def test_found_plans_run_fit_and_are_in_order() -> None:
+    cluster = load_cluster("H100x16")
+    found = search(job(), cluster)
+    assert found.plans and found.priced > 20
+    steps = [one.step_s for one in found.plans]
+    assert steps == sorted(steps)
+    for one in found.plans:
+        assert not problems(one.layout, one.workload.shape, cluster, 4096, 64)
+        assert one.memory.needed <= HEADROOM * one.memory.capacity
+
+
+def test_the_best_plan_is_that_of_a_slow_exhaustive_loop() -> None:
+    cluster, work = load_cluster("H100x8"), job()
+    best = None
+    for tp, pp, micro, recompute, vpp, zero, cp in itertools.product(
+        (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), ("none", "selective", "full"), (1, 2, 4, 5, 8, 10), (1, 3), (1, 2)
+    ):
+        if 8 % (tp * pp * cp):
+            continue
+        dp = 8 // (tp * pp * cp)
+        layout = Layout(dp, tp, pp, cp, 1, vpp, micro, zero, recompute=recompute, overlap_tp=tp > 1)
+        if problems(layout, work.shape, cluster, 4096, 64) or (vpp > 1 and (pp == 1 or 32 // pp % vpp)):
+            continue
+        if (vpp > 1 and layout.micro_batches(64) % pp) or (zero == 3 and (pp > 1 or dp * cp == 1)):
+            continue
+        one = predict(work, layout, cluster)
+        if one.memory.needed <= HEADROOM * one.memory.capacity and (best is None or one.step_s < best):
+            best = one.step_s
+    assert search(work, cluster).plans[0].step_s == pytest.approx(best)
+
+
+def test_tensor_parallel_stays_in_the_fast_domain_and_says_so() -> None:
+    found = search(job("llama3-70b", 128), load_cluster("H100x64"))
+    assert all(one.layout.tp <= 8 for one in found.plans)
+    assert any("TP 16 leaves the fast domain of 8" in reason for reason in found.removed)
+    wide = search(job("llama3-70b", 144), load_cluster("GB200x72"))
+    assert not any("TP 16 leaves" in reason for reason in wide.removed)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "says"),
+    [
+        ({"tp": 3}, "tp=3 does not divide 32 heads; nearest: 1, 2, 4"),
+        ({"ep": 4}, "ep=4 does not divide 0 experts"),
+        ({"pp": 64}, "pp=64 is more than the model's 32 layers"),
+        ({"tp": 8, "pp": 4}, "the given degrees take 32 GPUs"),
+    ],
+)
+def test_given_degrees_that_cannot_be_name_the_key(fixed: dict, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        search(job(), load_cluster("H100x16"), fixed)
+
+
+def test_impossible_memory_is_told_with_the_smallest_change() -> None:
+    with pytest.raises(UserError, match=r"no plan fits: the smallest .* GiB short; smallest change"):
+        search(job("llama3.1-405b"), load_cluster("H100x8"))
+
+
+def test_given_parts_are_kept() -> None:
+    found = search(job(), load_cluster("H100x16"), {"tp": 4, "recompute": "full"})
+    assert all(one.layout.tp == 4 and one.layout.recompute == "full" for one in found.plans)
+
+
+def test_objective_memory_prefers_the_smallest() -> None:
+    fast, small = (search(job(), load_cluster("H100x16"), objective=o).plans[0] for o in ("time", "memory"))
+    assert small.memory.needed < fast.memory.needed and small.step_s > fast.step_s
+
+
+def test_money_and_losses_add_up() -> None:
+    found = search(job(), load_cluster("H100x16"))
+    cost = cost_of(found.plans[0], 1e12)
+    assert cost.gpu_hours == pytest.approx(1e12 / found.plans[0].tokens_per_s_per_gpu / 3600)
+    assert cost.dollars == pytest.approx(cost.gpu_hours * 2.95)
+    gaps = loses(found.plans[0], found.plans[-1])
+    assert sum(gap for _, gap in gaps) == pytest.approx(found.plans[-1].step_s - found.plans[0].step_s, abs=1e-4)
+    assert parse_deadline("12h") == 43200 and parse_deadline("2w") == parse_deadline("14d")
+    with pytest.raises(UserError, match="--deadline"):
+        parse_deadline("soon")
+
+
+def test_clusters_from_yaml_and_their_errors(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("device: H100\ngpus: 32\nprice_per_hour: 2\ninter_node_gbs: 25\n")
+    cluster = load_cluster(str(path))
+    assert (cluster.gpus, cluster.price, cluster.inter_node, cluster.nodes) == (32, 2.0, 25e9, 4)
+    for content, says in (
+        ({"device": "H100"}, "key 'gpus' is missing"),
+        ({"device": "H100", "gpus": 8, "pric_per_hour": 2}, "nearest: price_per_hour"),
+        ({"device": "H100", "gpus": -8}, "key 'gpus' is -8"),
+        ({"device": "H10", "gpus": 8}, "nearest: .*H100"),
+    ):
+        with pytest.raises(UserError, match=says):
+            cluster_from(content)
+    with pytest.raises(UserError, match="H100x1024"):
+        load_cluster("H100")
+    assert find_device("h100").name == "H100-SXM-80GB" and load_cluster("8xA100").gpus == 8
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *arguments])
+    out = capsys.readouterr()
+    return int(end.value.code or 0), out.out, out.err
+
+
+def test_the_commands(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    base = ("--model", "llama3-8b", "--cluster", "H100x16", "--global-batch", "64")
+    code, out, _ = run(capsys, *base, "--tokens", "1e12")
+    assert code == 0 and "GPU-hours" in out and "ruled out" in out
+    code, out, _ = run(capsys, *base, "--tokens", "1e12", "--deadline", "1d")
+    assert code == 1 and "no plan meets the deadline" in out
+    code, out, _ = run(capsys, *base, "--tokens", "1e12", "--budget", "10")
+    assert code == 1 and "no plan meets the budget" in out
+    code, out, _ = run(capsys, *base, "--json")
+    assert code == 0 and json.loads(out)["plans"][0]["account"]["tree"] == "step"
+    code, out, _ = run(capsys, "explain", *base)
+    assert code == 0 and "runner-up" in out and "(ratio)" in out
+    for arguments, says in (
+        (("--model", "llama3-8b"), "--cluster is missing"),
+        ((*base, "--fix", "tpp=2"), "nearest: tp"),
+        ((*base, "--fix", "recompute=ful"), "nearest: full"),
+        ((*base, "--precision", "bf61"), "nearest: bf16"),
+        ((*base, "--deadline", "3d"), "need --tokens"),
+        (("--model", "lama3-8b", "--cluster", "H100x8"), "nearest presets: llama3-8b"),
+    ):
+        code, _, err = run(capsys, *arguments)
+        assert code == 2 and says in err and err.count("\n") == 1
