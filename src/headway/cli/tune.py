@@ -1,0 +1,133 @@
+"""`headway tune RUN.yaml`: find what makes this training faster, one proven change at a time."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.output import print_json
+
+if TYPE_CHECKING:
+    from headway.config.run import RunConfig
+
+
+def tune(
+    run_file: Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. preset=naive.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of a profile.", min=1)] = 10,
+    verify_steps: Annotated[int, typer.Option(help="Steps that a change must agree over.", min=1)] = 3,
+    precision: Annotated[
+        bool, typer.Option("--precision", help="Measure each layer's error instead; propose train.sensitive.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Profile, apply one remedy, profile again, verify, keep or put back; write RUN.tuned.yaml. RUN.yaml stays as it is.
+
+    Example: headway tune run.yaml preset=naive
+    """
+    from headway.config.load import load_run
+    from headway.train.data import prepare_sources
+
+    config = load_run(run_file, overrides or []).config
+    prepare_sources(config, _say)
+    with tempfile.TemporaryDirectory(prefix="headway-tune-") as scratch:
+        if precision:
+            return _precision(config, Path(scratch), json)
+        return _tune(run_file, overrides or [], config, Path(scratch), steps, verify_steps, json)
+
+
+def _tune(
+    run_file: Path, overrides: list[str], config: RunConfig, scratch: Path, steps: int, verify_steps: int, json: bool
+) -> int:
+    from headway.prove.verify import verify
+    from headway.tune.profile import Profile, profile
+    from headway.tune.rounds import Round, table
+    from headway.tune.rounds import tune as run_tune
+    from headway.tune.write import tuned_path
+
+    number = iter(range(10**6))
+
+    def measure(candidate: RunConfig) -> Profile:
+        return profile(candidate, scratch / str(next(number)), steps=steps)
+
+    def check(before: RunConfig, after: RunConfig) -> str | None:
+        found = verify(
+            before, after, scratch / str(next(number)), steps=verify_steps, held_out=1, say=lambda text: None
+        ).verdict
+        if found.same:
+            return None
+        worst = found.failed[0]
+        return f"not the same training ({worst.name} off by {worst.value:.3g}, {worst.limit:.3g} allowed)"
+
+    def tell(done: Round) -> None:
+        _say(f"{done.remedy.name}: {done.verdict}" + ("" if done.measured is None else f" ({done.measured:+.1%})"))
+
+    found = run_tune(config, measure, check, tell)
+    written = tuned_path(run_file)
+    written.write_text(_text(run_file, overrides, found), encoding="utf-8")
+    if json:
+        print_json(_record(found, written))
+    else:
+        print("\n".join(table(found)))
+        print(f"written: {written}")
+    return 0
+
+
+def _text(run_file: Path, overrides: list[str], found: Any) -> str:
+    from headway.tune.write import tuned_text
+
+    changes: list[tuple[str, Any, str]] = []
+    text = run_file.read_text(encoding="utf-8")
+    for each in found.kept:
+        note = f"{each.remedy.name}, {each.measured:+.1%} tokens/s; {each.remedy.evidence[0]}"
+        changes += [(key, value, note) for key, value in each.remedy.change.items()]
+    head = f"# Tuned from {run_file.name} by `headway tune`: {found.speedup:.2f} x effective tokens/s.\n"
+    if overrides:
+        head += f"# Tuned under these overrides, which are not in this file: {' '.join(overrides)}\n"
+    return head + tuned_text(text, changes)
+
+
+def _record(found: Any, written: Path) -> dict[str, Any]:
+    return {
+        "written": str(written),
+        "tokens_per_second": {"before": found.first.speed, "after": found.last.speed},
+        "mfu": {"before": found.first.mfu, "after": found.last.mfu},
+        "rounds": [
+            {
+                "change": dict(each.remedy.change),
+                "name": each.remedy.name,
+                "evidence": list(each.remedy.evidence),
+                "predicted": each.remedy.gain,
+                "measured": each.measured,
+                "mfu": each.mfu,
+                "kept": each.kept,
+                "verdict": each.verdict,
+            }
+            for each in found.rounds
+        ],
+    }
+
+
+def _precision(config: RunConfig, scratch: Path, json: bool) -> int:
+    from dataclasses import asdict
+
+    from headway.tune.precision import measure_layers, precision_lines
+
+    found = measure_layers(config, scratch)
+    if json:
+        print_json(asdict(found))
+    else:
+        print("\n".join(precision_lines(found)))
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(tune)

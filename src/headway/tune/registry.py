@@ -1,0 +1,132 @@
+"""The remedies that `headway tune` knows, each from the run's own account: data remedies first, then compute remedies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from headway.account.remedy import Remedy
+from headway.config.run import RunConfig
+from headway.tune.profile import Profile
+
+Maker = Callable[[RunConfig, Profile], Remedy | None]
+
+_SAME_LOSS = "headway verify: loss, gradients and weights on the same documents"
+
+
+def pack(config: RunConfig, seen: Profile) -> Remedy | None:
+    """Whole documents share a pack instead of each padding a row."""
+    if config.data.packed or seen.padding < 0.01:
+        return None
+    rows = config.sequences_per_step(1)
+    per_row = seen.tokens / max(1, seen.documents)
+    packs = max(1, round(rows * per_row / config.data.seq_len))
+    change: dict[str, Any] = {"data.pack": "best_fit", "data.slots": config.data.seq_len}
+    change["train.global_batch_sequences"] = packs
+    if config.model.attention in ("sdpa", "eager"):
+        # transformers' masks over a pack cost its square; one call a document costs only what is real
+        change["model.attention"] = "auto"
+    compute = seen.account.share("compute")
+    return Remedy(
+        name="pack",
+        shrinks=("flops.padding",),
+        gain=(0.7 * seen.padding * compute, seen.padding * compute),
+        evidence=(
+            f"{seen.padding:.1%} of {seen.slots:,} slots are padding",
+            f"{rows} rows a step hold about {rows * per_row:,.0f} tokens: {packs} packs of {config.data.seq_len} slots",
+        ),
+        change=change,
+        check=_SAME_LOSS,
+    )
+
+
+def prefetch(config: RunConfig, seen: Profile) -> Remedy | None:
+    """More batches ahead where the step waits for them."""
+    share = seen.account.share("data")
+    if share < 0.005:
+        return None
+    return Remedy(
+        name="prefetch",
+        shrinks=("data",),
+        gain=(0.0, share),
+        evidence=(f"{share:.1%} of the step waits for the next batch",),
+        change={"data.prefetch": config.data.prefetch * 4},
+        check="the order of documents does not depend on it",
+    )
+
+
+def recompute(config: RunConfig, seen: Profile) -> Remedy | None:
+    """Keep activations where they fit: `auto` takes the least recompute that does, and falls back when memory ends."""
+    if config.model.recompute in ("none", "auto") or not seen.flops.recompute:
+        return None
+    share = seen.flops.recompute / seen.flops.computed * seen.account.share("compute")
+    return Remedy(
+        name="recompute off",
+        shrinks=("flops.recompute", "compute.recompute"),
+        gain=(0.7 * share, share),
+        evidence=(f"{seen.flops.recompute / seen.flops.computed:.1%} of the FLOPs are activations computed again",),
+        change={"model.recompute": "auto"},
+        check=_SAME_LOSS,
+    )
+
+
+def fuse(config: RunConfig, seen: Profile) -> Remedy | None:
+    """Head and loss as one, and the fastest right kernel of each kind on this run's shapes."""
+    if config.model.fuse != "none":
+        return None
+    share = seen.account.share("compute.loss")
+    return Remedy(
+        name="fused loss and kernels",
+        shrinks=("compute.loss", "compute.forward", "compute.backward"),
+        gain=(0.5 * share, min(1.0, share + 0.25 * seen.account.share("compute"))),
+        evidence=(f"{share:.1%} of the step is the loss over all logits",),
+        change={"model.fuse": "auto"},
+        check=_SAME_LOSS,
+    )
+
+
+def larger_micro_batch(config: RunConfig, seen: Profile) -> Remedy | None:
+    """Twice the slots in half the micro-batches: the same documents a step, larger matrix products."""
+    packs = config.sequences_per_step(1)
+    if not config.data.packed or packs < 2:
+        return None
+    host = seen.account.share("host") + seen.account.share("unaccounted")
+    return Remedy(
+        name="larger micro-batch",
+        shrinks=("compute.forward", "compute.backward", "host.launch"),
+        gain=(0.0, min(1.0, host + 0.05)),
+        evidence=(f"a step is {packs} micro-batches of {config.data.slots} slots",),
+        change={"data.slots": 2 * config.data.slots, "train.global_batch_sequences": -(-packs // 2)},
+        check=_SAME_LOSS,
+    )
+
+
+def compile_layers(config: RunConfig, seen: Profile) -> Remedy | None:
+    """Layers through torch.compile: fewer, larger kernels."""
+    if config.train.compile:
+        return None
+    share = seen.account.share("compute.forward") + seen.account.share("compute.backward")
+    return Remedy(
+        name="compile",
+        shrinks=("compute.forward", "compute.backward", "host.launch"),
+        gain=(0.0, 0.3 * share),
+        evidence=(f"{share:.1%} of the step is forward and backward",),
+        change={"train.compile": True},
+        check=_SAME_LOSS,
+    )
+
+
+DATA: tuple[Maker, ...] = (pack, prefetch)
+COMPUTE: tuple[Maker, ...] = (recompute, fuse, larger_micro_batch, compile_layers)
+
+
+def ranked(config: RunConfig, seen: Profile) -> list[Remedy]:
+    """What could help this configuration: data remedies before compute remedies, the larger prediction first.
+
+    Data comes first because padding inflates every compute category: what a kernel is worth shows only without it.
+    """
+    found = []
+    for makers in (DATA, COMPUTE):
+        some = [remedy for maker in makers if (remedy := maker(config, seen)) is not None]
+        found += sorted(some, key=lambda remedy: -sum(remedy.gain))
+    return found

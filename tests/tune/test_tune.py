@@ -1,0 +1,170 @@
+"""`headway tune`: the order of remedies, keeping and putting back, the written file, and the naive preset end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+import tiny
+from headway.account.account import Account
+from headway.account.errors import UserError
+from headway.account.events import Flops
+from headway.account.tree import STEP
+from headway.config.load import load_run
+from headway.config.run import RunConfig
+from headway.prove.verify import verify
+from headway.train.data import prepare_sources
+from headway.tune.precision import LayerError, measure_layers, precision_lines, proposed
+from headway.tune.profile import Profile, profile
+from headway.tune.registry import DATA, ranked
+from headway.tune.rounds import Round, changed, table, tune
+from headway.tune.write import tuned_text
+
+
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tiny.run_file(tmp_path_factory.mktemp("tune"), train={"steps": 200})
+    raw = yaml.safe_load(made.read_text())
+    del raw["train"]["global_batch_sequences"], raw["data"]["slots"]
+    made.write_text(yaml.safe_dump(raw))
+    prepare_sources(load_run(made).config, lambda text: None)
+    return made
+
+
+def naive(run_file: Path) -> RunConfig:
+    return load_run(run_file, ["preset=naive", "data.rows=4", "train.global_batch_sequences=16"]).config
+
+
+def pretended(config: RunConfig) -> Profile:
+    """A machine by formula: time is slots, a third more for recompute, and a fixed cost a micro-batch. No clock."""
+    tokens = 10_000
+    slots = tokens if config.data.packed else 3 * tokens
+    micro = slots / (config.data.slots if config.data.packed else config.data.rows * 100)
+    compute = slots * (4 / 3 if config.model.recompute == "full" else 1) * (0.8 if config.model.fuse == "auto" else 1)
+    if config.train.compile:
+        compute *= 1.2
+    wall = round(1e3 * (compute + 20 * micro))
+    parts = {"compute.forward": int(wall * 0.3), "compute.loss": int(wall * 0.2), "compute.backward": int(wall * 0.4)}
+    useful = 100 * tokens
+    flops = Flops(
+        useful=useful,
+        padding=100 * slots - useful,
+        recompute=33 * slots if config.model.recompute == "full" else 0,
+    )
+    return Profile(Account.close(STEP, wall, parts), flops, slots, tokens, 16, wall / 1e9, 0, None)
+
+
+def same(before: RunConfig, after: RunConfig) -> str | None:
+    return None
+
+
+def run_tune(
+    config: RunConfig, check: Callable[[RunConfig, RunConfig], str | None] = same
+) -> tuple[list[Round], RunConfig]:
+    found = tune(config, pretended, check, lambda done: None)
+    return found.rounds, found.config
+
+
+def test_the_naive_preset_is_mended_by_itself(run_file: Path) -> None:
+    rounds, config = run_tune(naive(run_file))
+    kept = {each.remedy.name for each in rounds if each.kept}
+    assert kept >= {"pack", "recompute off", "fused loss and kernels", "larger micro-batch"}
+    assert config.data.packed and config.model.recompute == "auto" and config.model.fuse == "auto"
+    by_hand = changed(
+        load_run(run_file, ["preset=fast"]).config, {"data.slots": config.data.slots, "model.fuse": "auto"}
+    )
+    assert pretended(config).speed >= 0.9 * pretended(by_hand).speed
+
+
+def test_data_remedies_come_before_compute_remedies(run_file: Path) -> None:
+    config = naive(run_file)
+    names = [remedy.name for remedy in ranked(config, pretended(config))]
+    assert names[0] == "pack" and len(names) > 2
+    assert {maker.__name__ for maker in DATA} == {"pack", "prefetch"}
+
+
+def test_what_gains_nothing_is_put_back(run_file: Path) -> None:
+    rounds, config = run_tune(naive(run_file))
+    compiled = next(each for each in rounds if each.remedy.name == "compile")
+    assert not compiled.kept and compiled.measured is not None and compiled.measured < 0
+    assert config.train.compile is False
+
+
+def test_a_change_of_the_training_is_put_back(run_file: Path) -> None:
+    def refuse(before: RunConfig, after: RunConfig) -> str | None:
+        return "not the same training" if after.data.packed and not before.data.packed else None
+
+    rounds, config = run_tune(naive(run_file), refuse)
+    assert not config.data.packed
+    assert [each.verdict for each in rounds if each.remedy.name == "pack"] == ["put back: not the same training"]
+
+
+def test_a_configuration_that_does_not_run_is_put_back(run_file: Path) -> None:
+    def measure(config: RunConfig) -> Profile:
+        if config.model.fuse == "auto":
+            raise UserError("no memory for it")
+        return pretended(config)
+
+    found = tune(naive(run_file), measure, same, lambda done: None)
+    fused = [each for each in found.rounds if each.remedy.name.startswith("fused")]
+    assert [(each.kept, each.measured) for each in fused] == [(False, None)]
+    assert "no memory for it" in "\n".join(table(found))
+
+
+TEXT = """\
+# mine
+model: {path: ./m}
+data:
+  sources: [a.jsonl]  # these
+  seq_len: 128
+train:
+  steps: 100
+optim: {lr: 1e-5}
+"""
+
+
+def test_the_written_file_is_the_users_text_with_comments(tmp_path: Path) -> None:
+    changes = [
+        ("data.pack", "best_fit", "pack, +200 %"),
+        ("data.seq_len", 256, "longer"),
+        ("model.recompute", "auto", "no recompute"),
+        ("train.global_batch_sequences", 3, "packs"),
+        ("log.every", 2, "a section that was not there"),
+    ]
+    text = tuned_text(TEXT, changes)
+    (tmp_path / "run.yaml").write_text(text)
+    config = load_run(tmp_path / "run.yaml").config
+    assert (config.data.pack, config.data.seq_len, config.model.recompute) == ("best_fit", 256, "auto")
+    assert (config.train.global_batch_sequences, config.log.every, config.train.steps) == (3, 2, 100)
+    assert text.startswith("# mine\n") and "sources: [a.jsonl]  # these" in text
+    assert all(f"# tuned: {comment}" in text for _, _, comment in changes)
+
+
+def test_a_profile_of_the_real_thing_and_its_proof(run_file: Path, tmp_path: Path) -> None:
+    config = naive(run_file)
+    seen = profile(config, tmp_path / "a", steps=2)
+    assert 0.1 < seen.padding < 0.9 and seen.flops.recompute > 0 and seen.account.share("compute") > 0.3
+    packed = changed(config, dict(ranked(config, seen)[0].change))
+    after = profile(packed, tmp_path / "b", steps=2)
+    assert after.padding < seen.padding
+    assert 0.5 < (after.tokens / 2) / (seen.tokens / 2) < 2  # about the same documents a step
+    assert verify(config, packed, tmp_path / "v", steps=2, held_out=1, say=lambda text: None).verdict.same
+
+
+def test_precision_names_the_module_that_errs(run_file: Path, tmp_path: Path) -> None:
+    found = measure_layers(load_run(run_file).config, tmp_path)
+    assert found.tokens > 0 and len(found.errors) > 10
+    assert all(0 <= each.error < 0.1 for each in found.errors)
+    assert any(line.startswith("train.sensitive: ") for line in precision_lines(found))
+
+
+def test_precision_proposes_outliers_and_groups_them() -> None:
+    errors = [LayerError(f"model.layers.{n}.mlp.up_proj", "Linear", 1e-3) for n in range(8)]
+    errors += [LayerError(f"model.layers.{n}.mlp.down_proj", "Linear", 2e-2) for n in range(2)]
+    errors += [LayerError("model.layers.0.self_attn.q_proj", "Linear", 1.0), LayerError("model.norm", "Norm", 9.0)]
+    errors += [LayerError("model.layers.1.self_attn.q_proj", "Linear", 1e-3)]
+    assert proposed(errors, ["*norm*"]) == ("*norm*", "*.mlp.down_proj", "model.layers.0.self_attn.q_proj")
+    assert proposed([], ["*norm*"]) == ("*norm*",)
