@@ -25,7 +25,7 @@ def tune(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Profile, apply one remedy, profile again, verify, keep or put back; write RUN.tuned.yaml. RUN.yaml stays as it is.
+    """Profile, apply one remedy, profile again, verify, keep or put back; write RUN.tuned.yaml beside RUN.yaml.
 
     Example: headway tune run.yaml preset=naive
     """

@@ -72,13 +72,10 @@ def measure_layers(config: RunConfig, scratch: Path, batches: int = 1) -> Precis
             hook.remove()
     finally:
         trainee.close()
-    errors = sorted(
-        (
-            LayerError(name, kinds[name], (wrong / whole) ** 0.5 if whole else 0.0)
-            for name, (wrong, whole) in sums.items()
-        ),
-        key=lambda each: -each.error,
-    )
+    errors = [
+        LayerError(name, kinds[name], (wrong / whole) ** 0.5 if whole else 0.0) for name, (wrong, whole) in sums.items()
+    ]
+    errors.sort(key=lambda each: -each.error)
     return Precision(chosen, tuple(errors), proposed(errors, config.train.sensitive), tokens)
 
 

@@ -1,4 +1,4 @@
-"""The remedies that `headway tune` knows, each from the run's own account: data remedies first, then compute remedies."""
+"""The remedies that `headway tune` knows, each from the run's own account: those of data first, then of compute."""
 
 from __future__ import annotations
 
