@@ -9,7 +9,7 @@ import numpy as np
 from headway.account.errors import UserError
 from headway.config.run import RunConfig
 from headway.data.batch import Batch, BatchBuilder
-from headway.data.global_batch import GlobalBatch, Position
+from headway.data.global_batch import Position
 from headway.data.pack import best_fit
 from headway.data.view import View
 from headway.train.data import make_stream, training_view
@@ -20,11 +20,15 @@ SAME_DOCUMENTS = ("data.sources", "data.seq_len", "data.overlong", "data.labels"
 
 @dataclass(frozen=True)
 class Steps:
-    """pieces[k] int64: rows of `view.pieces` of step k; the first `trained` steps train, the rest evaluate."""
+    """pieces[k] int64: rows of `view.pieces` of step k; the first `trained` steps train, the rest evaluate.
+
+    unseen: no document of the rest is among those that train.
+    """
 
     view: View
     pieces: tuple[np.ndarray, ...]
     trained: int
+    unseen: bool = True
 
     @property
     def held_out(self) -> tuple[np.ndarray, ...]:
@@ -34,22 +38,18 @@ class Steps:
 def documents_of(config: RunConfig, steps: int, held_out: int) -> Steps:
     """The documents of the configuration's own first steps, and of `held_out` steps after them.
 
-    Where the data ends before, the held-out documents are those of a later epoch only if none is left: an error then.
+    Where the data ends, the next epoch's follow; held-out documents have then been seen (`Steps.unseen` is false).
     """
     view = training_view(config)
     stream = make_stream(config, view, config.sequences_per_step(1))
     found: list[np.ndarray] = []
     position = Position()
+    unseen = True
     while len(found) < steps + held_out:
-        batch: GlobalBatch = stream.global_batch(position)
-        if batch.position.epoch > 0 and len(found) >= steps:
-            raise UserError(
-                f"verify: an epoch has {len(found)} steps; {steps} to train and {held_out} held out need more data: "
-                "lower --steps"
-            )
+        batch = stream.global_batch(position)
         found.append(np.concatenate([micro.pieces for micro in batch.micro]))
         position = batch.next
-    return Steps(view, tuple(found), steps)
+    return Steps(view, tuple(found), steps, unseen=batch.position.epoch == 0)
 
 
 def micro_batches(config: RunConfig, view: View, pieces: np.ndarray, *, reorder: int = 0) -> list[Batch]:

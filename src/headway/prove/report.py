@@ -26,7 +26,8 @@ def lines(found: Verified) -> Iterator[str]:
     worst = min(verdict.cosines, key=lambda row: row[2])
     where = f"{worst[1]}, step {worst[0]}; A again {worst[3]:.6f}"
     yield f"smallest cosine of a layer's gradients: {worst[2]:.6f} ({where})"
-    yield f"held-out loss: A {verdict.held_out[0]:.5f}, B {verdict.held_out[1]:.5f} nats per token"
+    seen = "" if found.unseen else " (the data is short: over documents that were trained on)"
+    yield f"held-out loss: A {verdict.held_out[0]:.5f}, B {verdict.held_out[1]:.5f} nats per token{seen}"
     if verdict.seed_band is not None:
         yield f"another seed moves the mean loss of these steps by {verdict.seed_band:.2%}"
     if verdict.same:
@@ -63,6 +64,6 @@ def record(found: Verified) -> dict[str, Any]:
         "gradient_cosines": [
             {"step": step, "layer": layer, "b": cosine, "a_again": own} for step, layer, cosine, own in verdict.cosines
         ],
-        "held_out": {"a": verdict.held_out[0], "b": verdict.held_out[1]},
+        "held_out": {"a": verdict.held_out[0], "b": verdict.held_out[1], "unseen": found.unseen},
         "seed_band": verdict.seed_band,
     }

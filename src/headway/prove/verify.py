@@ -28,7 +28,10 @@ MakeTrainee = Callable[..., Trainee]
 
 @dataclass(frozen=True)
 class Verified:
-    """A comparison: the verdict, both trajectories and A's twin, and what differs between the configurations."""
+    """A comparison: the verdict, both trajectories and A's twin, and what differs between the configurations.
+
+    unseen: the held-out loss is over documents that the steps did not train on.
+    """
 
     verdict: Verdict
     a: Trajectory
@@ -36,6 +39,7 @@ class Verified:
     twin: Trajectory
     differences: tuple[Change, ...]
     steps: int
+    unseen: bool = True
 
 
 def verify(
@@ -68,7 +72,7 @@ def verify(
     trajectory_b = _follow("B", lambda: make_b(b, scratch / "b"), plan, say)
     spread = _seed_spread(a, scratch, steps, trajectory_a, say) if seed_band else None
     verdict = judge(trajectory_a, trajectory_b, twin, spread)
-    return Verified(verdict, trajectory_a, trajectory_b, twin, tuple(config_diff(a, b)), steps)
+    return Verified(verdict, trajectory_a, trajectory_b, twin, tuple(config_diff(a, b)), steps, plan.unseen)
 
 
 def reference_of(config: RunConfig) -> RunConfig:

@@ -85,7 +85,10 @@ def _try(
     won = after.speed / found.last.speed - 1
     if won <= WORTH:
         return Round(remedy, won, after.mfu, False, "put back: gains too little"), None, None
-    reason = check(found.config, candidate)
+    try:
+        reason = check(found.config, candidate)
+    except UserError as error:
+        reason = f"not proven: {str(error).splitlines()[0][:160]}"
     if reason is not None:
         return Round(remedy, won, after.mfu, False, f"put back: {reason}"), None, None
     return Round(remedy, won, after.mfu, True, "kept: the same training"), candidate, after
