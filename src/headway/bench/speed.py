@@ -9,6 +9,7 @@ across documents or trains other tokens is named as wrong.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +190,9 @@ def _write_settings(config: RunConfig, view: View, chosen: Chosen, options: Spee
         "count": options.documents,
         "rows": ROWS,
         "packs_per_step": max(1, round(chosen.tokens / config.data.seq_len / steps)),
+        # One pack a step, no larger than its share of the documents: so few of them would leave a pack of a real run's
+        # size half empty, which no real run's is.
+        "slots": max(config.data.seq_len, _up(1.01 * chosen.tokens / steps, 64)),
         "seq_len": config.data.seq_len,
         "epochs": options.rounds + 2,
         "lr": config.optim.lr,
@@ -235,7 +239,7 @@ def _preset_config(config: RunConfig, preset: str, settings: dict[str, Any], scr
         "train.tokens": None,
         "train.epochs": settings["epochs"],
         "train.global_batch_tokens": None,
-        "train.global_batch_sequences": settings["packs_per_step"] if packed else ROWS,
+        "train.global_batch_sequences": 1 if packed else ROWS,
         "eval.every": None,
         "eval.data": None,
         "eval.holdout": 0,
@@ -244,8 +248,12 @@ def _preset_config(config: RunConfig, preset: str, settings: dict[str, Any], scr
         "parallel.ranks": 1,
     }
     if packed:
-        values["data.slots"] = settings["seq_len"]
+        values["data.slots"] = settings["slots"]
     return RunConfig.model_validate(nested(values))
+
+
+def _up(value: float, unit: int) -> int:
+    return -(-math.ceil(value) // unit) * unit
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:

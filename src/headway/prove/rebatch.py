@@ -48,8 +48,9 @@ def documents_of(config: RunConfig, steps: int, held_out: int) -> Steps:
     while len(found) < steps + held_out:
         batch = stream.global_batch(position)
         found.append(np.concatenate([micro.pieces for micro in batch.micro]))
+        unseen = unseen and batch.position.epoch == 0
         position = batch.next
-    return Steps(view, tuple(found), steps, unseen=batch.position.epoch == 0)
+    return Steps(view, tuple(found), steps, unseen)
 
 
 def micro_batches(config: RunConfig, view: View, pieces: np.ndarray, *, reorder: int = 0) -> list[Batch]:

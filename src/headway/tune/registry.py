@@ -20,9 +20,10 @@ def pack(config: RunConfig, seen: Profile) -> Remedy | None:
         return None
     rows = config.sequences_per_step(1)
     per_row = seen.tokens / max(1, seen.documents)
-    packs = max(1, round(rows * per_row / config.data.seq_len))
-    change: dict[str, Any] = {"data.pack": "best_fit", "data.slots": config.data.seq_len}
-    change["train.global_batch_sequences"] = packs
+    # A pack holds what a micro-batch of rows held.
+    slots = config.data.seq_len * max(1, round(min(rows, config.data.rows) * per_row / config.data.seq_len))
+    packs = max(1, round(rows * per_row / slots))
+    change: dict[str, Any] = {"data.pack": "best_fit", "data.slots": slots, "train.global_batch_sequences": packs}
     if config.model.attention in ("sdpa", "eager"):
         # transformers' masks over a pack cost its square; one call a document costs only what is real
         change["model.attention"] = "auto"
@@ -33,7 +34,7 @@ def pack(config: RunConfig, seen: Profile) -> Remedy | None:
         gain=(0.7 * seen.padding * compute, seen.padding * compute),
         evidence=(
             f"{seen.padding:.1%} of {seen.slots:,} slots are padding",
-            f"{rows} rows a step hold about {rows * per_row:,.0f} tokens: {packs} packs of {config.data.seq_len} slots",
+            f"{rows} rows a step hold about {rows * per_row:,.0f} tokens: {packs} packs of {slots} slots",
         ),
         change=change,
         check=_SAME_LOSS,

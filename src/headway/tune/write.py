@@ -39,7 +39,9 @@ def _set(text: str, key: str, value: Any, comment: str) -> str:
     if inside.flow_style:
         return _in_flow(text, inside, old, name, value, note)
     if old is None:
-        at = _line_start(text, inside.value[0][0].start_mark.index)
+        # Under the section's own line: before its first key there may be a comment that belongs to that key.
+        header = next(node for node, _ in root.value if node.value == section)
+        at = text.index("\n", header.end_mark.index) + 1
         indent = " " * inside.value[0][0].start_mark.column
         return f"{text[:at]}{indent}{note}\n{indent}{name}: {inline(value)}\n{text[at:]}"
     start, end = old.start_mark.index, old.end_mark.index
