@@ -46,7 +46,7 @@ def pretended(config: RunConfig) -> Profile:
     compute = slots * (4 / 3 if config.model.recompute == "full" else 1) * (0.8 if config.model.fuse == "auto" else 1)
     if config.train.compile:
         compute *= 1.2
-    wall = round(1e3 * (compute + 20 * micro))
+    wall = round(1e3 * (compute + 400 * micro))
     parts = {"compute.forward": int(wall * 0.3), "compute.loss": int(wall * 0.2), "compute.backward": int(wall * 0.4)}
     useful = 100 * tokens
     flops = Flops(
