@@ -92,6 +92,8 @@ def test_no_row_can_crash_validation(tmp_path_factory: pytest.TempPathFactory, c
 def test_files_that_are_not_rows_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         validate(tmp_path / "none.csv")
+    with pytest.raises(UserError, match="a folder; give a CSV"):
+        validate(tmp_path)
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(UserError, match="not a CSV"):
         validate(tmp_path / "binary.csv")

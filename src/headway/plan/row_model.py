@@ -18,7 +18,7 @@ _SIZES = ("layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab")
 def row_model(row: Mapping[str, str]) -> tuple[ModelShape, list[str]]:
     """(shape, what was assumed). Raises UserError naming the column that is missing.
 
-    Mixtures of experts need a name that Headway knows (`headway plan --model help` lists the presets), because a row
+    Mixtures of experts need a name that Headway knows (`models.json` lists the presets), because a row
     has no columns for experts; their layer count is the row's.
     """
     name = row.get("model", "")

@@ -72,6 +72,8 @@ class Unscored:
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """The CSV's rows. Raises UserError when the file is missing, is not text, or has no header of ours."""
+    if path.is_dir():
+        raise UserError(f"{path}: a folder; give a CSV with one row per run (docs/plan.md lists the columns)")
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
