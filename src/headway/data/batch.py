@@ -52,12 +52,25 @@ class Batch:
         return self.input_ids.numel()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch with its tensors on ``device``."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """The same batch with its tensors on ``device``; what follows from the table of documents is made there."""
+        if torch.device(device).type == "cpu":
+            return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        table = self.cu_seqlens.to(device, non_blocking=non_blocking)
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=non_blocking),
+            labels=self.labels.to(device, non_blocking=non_blocking),
+            position_ids=positions_of(table, self.slots).view(self.input_ids.shape),
+            cu_seqlens=table,
+        )
 
     def pin_memory(self) -> Batch:
         """The same batch in page-locked memory, from which a non-blocking copy to a GPU really does not block."""
         return self._map(lambda tensor: tensor.pin_memory())
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """The memory is in use on ``stream`` until it has passed this point."""
+        self._map(lambda tensor: tensor.record_stream(stream) or tensor)  # type: ignore[func-returns-value]
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         return replace(
@@ -67,6 +80,12 @@ class Batch:
             position_ids=function(self.position_ids),
             cu_seqlens=function(self.cu_seqlens),
         )
+
+
+def positions_of(cu_seqlens: Tensor, slots: int) -> Tensor:
+    """int64 [slots]: each slot's place in its document, from 0, on the table's device and without a wait for it."""
+    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=slots)
+    return torch.arange(slots, device=cu_seqlens.device) - starts
 
 
 class BatchBuilder:

@@ -21,13 +21,24 @@ class Fed:
 
     batch: GlobalBatch
     micro_batches: list[Batch]
+    copied: torch.cuda.Event | None = None
+
+    def wait_on_device(self) -> None:
+        """On CUDA: the current stream waits for the copies, which ran on a stream of their own; the host does not."""
+        if self.copied is None:
+            return
+        stream = torch.cuda.current_stream()
+        stream.wait_event(self.copied)
+        for batch in self.micro_batches:
+            batch.record_stream(stream)
 
 
 class Feeder:
     """Iterates over a stream from ``position`` without end, up to ``depth`` global batches ahead of the consumer.
 
     A context manager; `close` ends the thread. What goes wrong in the thread is raised at the consumer, after the
-    batches that were ready before it. On CUDA, batches are copied from pinned memory without blocking.
+    batches that were ready before it. On CUDA, batches are copied from pinned memory without blocking, on a stream of
+    their own, while the step before them computes; positions are made there from the table of documents.
     """
 
     def __init__(
@@ -83,19 +94,24 @@ class Feeder:
         try:
             if self._device.type == "cuda" and self._device.index is not None:
                 torch.cuda.set_device(self._device)  # a new thread is on GPU 0; pinning would claim memory there
+            copies = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
             while not self._closing.is_set():
                 batch = self._stream.global_batch(position)
                 self._plan_ahead(batch)
-                micro_batches = [self._place(each) for each in batch.micro_batches(self._rank, self._world)]
-                self._offer(Fed(batch, micro_batches))
+                self._offer(self._place(batch, copies))
                 position = batch.next
         except BaseException as error:  # handed to the consumer, whatever it is: a silent end would hang the run
             self._offer(error)
 
-    def _place(self, batch: Batch) -> Batch:
-        if self._device.type != "cuda":
-            return batch.to(self._device)
-        return batch.pin_memory().to(self._device, non_blocking=True)
+    def _place(self, batch: GlobalBatch, copies: torch.cuda.Stream | None) -> Fed:
+        mine = batch.micro_batches(self._rank, self._world)
+        if copies is None:
+            return Fed(batch, [each.to(self._device) for each in mine])
+        with torch.cuda.stream(copies):
+            placed = [each.pin_memory().to(self._device, non_blocking=True) for each in mine]
+            copied = torch.cuda.Event()
+            copied.record()
+        return Fed(batch, placed, copied)
 
     def _take(self) -> Fed | BaseException:
         while not self._closing.is_set():

@@ -54,6 +54,7 @@ from headway.train.reporter import Reporter
 from headway.train.run import Run
 from headway.train.schedule import Schedule
 from headway.train.step import Learner
+from headway.train.supply import Supply
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.bfloat16}
@@ -154,7 +155,13 @@ def _build(
         learner=learner,
         fit=fit,
         schedule=_schedule(config, steps),
-        feeder=Feeder(stream, state.position, place.rank, place.world, place.device.torch, depth=config.data.prefetch),
+        supply=Supply(
+            lambda position: Feeder(
+                stream, position, place.rank, place.world, place.device.torch, depth=config.data.prefetch
+            ),
+            state.position,
+            reporter.local_incident,
+        ),
         counter=FlopCounter(model.shape, model.trainable, place.world),
         reporter=reporter,
         run_clock=run_clock,

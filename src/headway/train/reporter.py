@@ -98,8 +98,17 @@ class Reporter:
 
     def incident(self, fault: str, step: int, evidence: str, action: str, seconds_lost: float = 0.0) -> None:
         """Adds a line to the ledger (rank 0) and says it aloud."""
-        if self.rank != 0:
-            return
+        if self.rank == 0:
+            self._write_incident(fault, step, evidence, action, seconds_lost)
+
+    def local_incident(self, fault: str, evidence: str, action: str, seconds_lost: float) -> None:
+        """The same for what one rank alone has met, whichever it is, in the step that it works on."""
+        self._write_incident(fault, self._step_in_work(), evidence, action, seconds_lost)
+
+    def _step_in_work(self) -> int:
+        return self.totals.steps + len(self._pending) + 1
+
+    def _write_incident(self, fault: str, step: int, evidence: str, action: str, seconds_lost: float) -> None:
         line = Incident(
             id=uuid.uuid4().hex[:12],
             fault=fault,
@@ -119,7 +128,7 @@ class Reporter:
 
     def out_of_memory(self, evidence: str, action: str, seconds: float) -> None:
         """Tells of an attempt at a step that some rank had no memory for."""
-        self.incident("out of memory", self.totals.steps + len(self._pending) + 1, evidence, action, seconds)
+        self.incident("out of memory", self._step_in_work(), evidence, action, seconds)
 
     def _line(self, facts: StepFacts, account: Account) -> StepLine:
         values = facts.scalars.values() if facts.scalars is not None else [None] * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from headway.account.errors import UserError
 from headway.account.events import CheckpointLine, EvalLine, SessionEnd, SessionStart
 from headway.account.run_clock import RunClock
 from headway.config.run import RunConfig
-from headway.data.feed import Fed, Feeder
+from headway.data.feed import Fed
 from headway.data.global_batch import Position
 from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
 from headway.guard.folder_lock import FolderLock
@@ -30,9 +30,11 @@ from headway.train.reporter import Reporter, StepFacts
 from headway.train.scalars import Scalars
 from headway.train.schedule import Schedule
 from headway.train.step import Learner
+from headway.train.supply import Supply
 
 # Python's collector runs at fixed steps, the same on every rank: a rank that collects alone makes all others wait.
 _COLLECT_EVERY = 50
+_COLLECT_ALL_EVERY = 2000  # the oldest generation too: what survived long is seldom garbage, and looking takes long
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Run:
     learner: Learner
     fit: Fit
     schedule: Schedule
-    feeder: Feeder
+    supply: Supply
     counter: FlopCounter
     reporter: Reporter
     run_clock: RunClock
@@ -61,7 +63,6 @@ class Run:
     evaluator: Evaluator | None = None
     step: int = 0
     position: Position = field(default_factory=Position)
-    _batches: Iterator[Fed] = field(init=False)
     _saved_step: int = -1
     _evaluated_step: int = -1
 
@@ -70,7 +71,6 @@ class Run:
         return self.learner.clock
 
     def start(self) -> None:
-        self._batches = iter(self.feeder)
         self._saved_step = self.step
         gc.collect()
         gc.freeze()
@@ -88,7 +88,7 @@ class Run:
 
     def next_batch(self) -> Fed:
         with self.clock.phase("data"):
-            return next(self._batches)
+            return self.supply.next(self.position)
 
     def learn(self, fed: Fed) -> None:
         """Makes one step. A global batch without a trained token updates nothing and is counted as skipped."""
@@ -122,7 +122,7 @@ class Run:
     def collect_garbage(self) -> None:
         if self.step % _COLLECT_EVERY == 0:
             with self.clock.phase("host.gc"):
-                gc.collect(1)
+                gc.collect(1 if self.step % _COLLECT_ALL_EVERY else 2)
 
     def agree_to_stop(self) -> bool:
         with self.clock.phase("host.sync"):
@@ -223,7 +223,7 @@ class Run:
     def close(self, reason: str) -> None:
         """Tells the end, also of a failure, and lets everything go."""
         self.clock.end_step()
-        self.feeder.close()
+        self.supply.close()
         if reason != "failed":
             self.reporter.tell_finished()
         account = self.run_clock.account()

@@ -1,0 +1,74 @@
+"""The loop's batches: a reader that fails is started again where training stands, and a slow one is told of."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from headway.account.errors import UserError
+from headway.data.feed import Fed, Feeder
+from headway.data.global_batch import Position
+
+# Below a second a wait is the account's business alone; it is a fault when it also is a large part of the step.
+_SLOW_S, _SLOW_SHARE = 1.0, 0.5
+_QUIET_BATCHES = 100  # one line tells of a slow disk; a line a step would hide everything else
+_RESTARTS = 3
+_PAUSE_S = 1.0
+
+Told = Callable[[str, str, str, float], None]
+"""fault, evidence, action, seconds lost"""
+
+
+class Supply:
+    """Batches from a feeder, which is made anew after an error of the file system (a network disk that was away)."""
+
+    def __init__(self, make: Callable[[Position], Feeder], position: Position, tell: Told) -> None:
+        self._make, self._tell = make, tell
+        self._feeder = make(position)
+        self._given = 0.0
+        self._quiet = 0
+
+    def next(self, position: Position) -> Fed:
+        """The batch that starts at `position`; waits for it. On CUDA its copy is in order with the current stream.
+
+        Raises:
+            UserError: damaged files, or a reader that failed several times in a row.
+        """
+        asked = time.monotonic()
+        fed = self._take(position)
+        fed.wait_on_device()
+        self._judge(asked, time.monotonic())
+        return fed
+
+    def close(self) -> None:
+        self._feeder.close()
+
+    def _take(self, position: Position) -> Fed:
+        for attempt in range(_RESTARTS + 1):
+            try:
+                return next(self._feeder)
+            except OSError as error:
+                evidence = f"{type(error).__name__}: {error}"
+            if attempt == _RESTARTS:
+                break
+            began = time.monotonic()
+            self._feeder.close()
+            time.sleep(_PAUSE_S * 2**attempt)
+            self._feeder = self._make(position)
+            self._tell(
+                "data reader failed",
+                evidence,
+                f"started again at document {position.documents} of epoch {position.epoch}",
+                time.monotonic() - began,
+            )
+        self._tell("data reader failed", evidence, f"stopped after {_RESTARTS} restarts", 0.0)
+        raise UserError(f"data cannot be read: {evidence}; the run goes on from its newest checkpoint once it can")
+
+    def _judge(self, asked: float, got: float) -> None:
+        waited, step = got - asked, asked - self._given
+        first, self._given = not self._given, got
+        self._quiet -= 1
+        if first or self._quiet > 0 or waited < _SLOW_S or waited < _SLOW_SHARE * step:
+            return
+        self._quiet = _QUIET_BATCHES
+        self._tell("slow data", f"waited {waited:.1f} s for a batch after {step:.1f} s of work", "went on", waited)
