@@ -32,6 +32,7 @@ class Work:
         slots: token slots of a micro-batch.
         compute_bytes: width of the compute dtype.
         residual_bytes: width of the residual stream (float32 under autocast, the compute dtype under FSDP2).
+        attention_bytes: width that attention's kernel works in (0: the compute dtype's).
         score_slots: key slots that stored attention scores have a query (0: the attention keeps no scores).
         logit_copies: full [slots, vocab] copies of the logits in the compute dtype; 0 with a fused loss.
     """
@@ -39,6 +40,7 @@ class Work:
     slots: int
     compute_bytes: int
     residual_bytes: int
+    attention_bytes: int = 0
     score_slots: int = 0
     logit_copies: int = 2
 
@@ -95,18 +97,35 @@ def layer_bytes(layer: Layer, hidden: int, work: Work, level: Literal["none", "s
         # Outputs of the matrix products and of attention; everything between them is computed again.
         kept += wide * (products + context)
         return kept * work.slots
-    inside, outside = _mlp_inner(layer), hidden
-    kept += residual * outside  # the stream between attention and MLP
-    kept += 2 * max(4, residual) * outside  # each norm: its float32 normal form
-    kept += 2 * wide * outside  # the inputs of the first products of attention and of the MLP
+    kept += residual * hidden  # the stream between attention and MLP
+    # Each norm: its normal form, and its input widened where the stream is narrow.
+    kept += 2 * hidden * (residual + (4 if residual < 4 else 0))
+    kept += wide * hidden * _kept_inputs(layer, casts=wide != residual)
     if attention is not None:
-        kept += wide * (attention.heads + attention.kv_heads) * attention.qk_dim
-        kept += wide * attention.kv_heads * attention.v_dim
-        kept += wide * 2 * context  # the kernel's output, and its copy laid out for the output projection
-        kept += 4 * attention.heads  # log-sum-exp
-        kept += wide * 2 * attention.heads * work.score_slots
-    kept += wide * inside
+        kept += _attention_bytes(layer, hidden, work)
+    kept += wide * _mlp_inner(layer)
     return kept * work.slots
+
+
+def _kept_inputs(layer: Layer, *, casts: bool) -> int:
+    """Inputs of matrix products that read the stream: one for attention and one for the MLP, but autocast makes (and
+    autograd keeps) a narrow copy for each product."""
+    readers = [weight for weight in layer.weights if weight.role in ("attention_in", "mlp_in") and weight.copies == 1]
+    return max(2, len(readers)) if casts else 2
+
+
+def _attention_bytes(layer: Layer, hidden: int, work: Work) -> float:
+    """Per token: the kernel's inputs, output and log-sum-exp, the output projection's input, norms of queries and keys,
+    and scores where the kernel keeps them (as softmax's result and as the product's input)."""
+    attention, wide, kernel = layer.attention, work.compute_bytes, work.attention_bytes or work.compute_bytes
+    assert attention is not None
+    queries_keys = (attention.heads + attention.kv_heads) * attention.qk_dim
+    context = attention.heads * attention.v_dim
+    kept = kernel * (queries_keys + attention.kv_heads * attention.v_dim + context)
+    kept += wide * context + 4 * attention.heads
+    if layer.vectors == 2 * hidden + 2 * attention.qk_dim:
+        kept += queries_keys * (4 + wide)
+    return kept + kernel * 2 * attention.heads * work.score_slots
 
 
 def _per_token(layer: Layer) -> Sequence[int]:

@@ -151,7 +151,13 @@ def _work(config: RunConfig, replicas: Replicas) -> Work:
     scores = (data.slots if data.packed else data.seq_len) if attention_of(replicas.module) == "eager" else 0
     wide = replicas.compute_dtype.itemsize
     master = next(replicas.module.parameters()).dtype.itemsize
-    return Work(slots, wide, wide if replicas.casts_itself else max(wide, master), scores)
+    return Work(
+        slots=slots,
+        compute_bytes=wide,
+        residual_bytes=wide if replicas.casts_itself else max(wide, master),
+        attention_bytes=4 if replicas.device_type == "cpu" else wide,
+        score_slots=scores,
+    )
 
 
 def _states(config: RunConfig, replicas: Replicas, shards: int) -> States:
