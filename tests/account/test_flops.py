@@ -274,6 +274,19 @@ def test_recompute_is_the_layers_forward_again() -> None:
     assert step.recompute.head == Pass() and step.recompute.backward == 0
 
 
+def test_between_none_and_full_lie_experts_and_single_layers() -> None:
+    for config, experts in ((LLAMA, 0), (MOE, 2 * 2 * 3 * 24 * 48)):  # two MoE layers of three, top 2, three matrices
+        shape = ModelShape.from_config(config)
+        layout = SlotLayout.packed([11, 5])
+        parts = {
+            level: step_flops(shape, [11, 5], layout, recompute=level).recompute for level in ("selective", 1, "full")
+        }
+        assert parts["selective"].total == 2 * experts * 16
+        assert parts["selective"].total < parts[1].total < parts["full"].total
+        every = step_flops(shape, [11, 5], layout, recompute=len(shape.layers)).recompute
+        assert every == parts["full"] == step_flops(shape, [11, 5], layout, recompute="offload").recompute
+
+
 # --- the parts of a step ---
 
 

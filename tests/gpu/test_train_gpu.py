@@ -100,3 +100,39 @@ def test_bfloat16_follows_float32(path: Path) -> None:
     run(path, "name=narrow")
     pairs = zip(history(path, "wide").kept, history(path, "narrow").kept, strict=True)
     assert all(a.nll == pytest.approx(b.nll, rel=0.02) and a.trained_tokens == b.trained_tokens for a, b in pairs)
+
+
+@pytest.mark.parametrize("level", ["selective", "1", "full", "auto"])
+def test_every_recompute_level_follows_none(path: Path, level: str) -> None:
+    run(path, "name=keep", "model.recompute=none")
+    run(path, f"name=again-{level}", f"model.recompute={level}", "model.offload=activations")
+    pairs = zip(history(path, "keep").kept, history(path, f"again-{level}").kept, strict=True)
+    assert all(a.nll == pytest.approx(b.nll, rel=1e-3) for a, b in pairs)
+
+
+@pytest.mark.parametrize("precision", ["float16", "float8"])
+def test_narrow_precisions_follow_bfloat16(path: Path, precision: str) -> None:
+    run(path, "name=bf16")
+    run(path, f"name={precision}", f"train.precision={precision}")
+    pairs = zip(history(path, "bf16").kept, history(path, precision).kept, strict=True)
+    assert all(a.nll == pytest.approx(b.nll, rel=0.05) for a, b in pairs)
+
+
+def test_a_real_lack_of_memory_goes_to_the_next_level(path: Path) -> None:
+    """The allocator is given less than training without recompute took."""
+    run(path, "name=roomy", "model.recompute=none")
+    peak = max(line.memory_bytes for line in history(path, "roomy").kept)
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.8 * peak / total)
+    try:
+        run(path, "name=tight", "model.recompute=auto", "model.offload=activations")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert len(history(path, "tight").kept) == len(history(path, "roomy").kept)
+
+
+def test_batches_copied_on_their_own_stream_are_whole(path: Path) -> None:
+    run(path, "name=ahead", "data.prefetch=3")
+    run(path, "name=close", "data.prefetch=1")
+    assert losses(path, "ahead") == losses(path, "close")

@@ -6,6 +6,7 @@ the backward pass of a fully trained model is twice its forward. Everything is a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -226,7 +227,7 @@ def step_flops(
     `lengths` are the real documents (int64 [D]), `layout` the segments computed. Padding is the difference between
     the two: its slots, its own attention, and in rectangular rows the attention over the padded width. `recompute`
     "full" (and "offload") runs the layers' forward again (the head is kept), a number that of the first so many layers;
-    "selective" keeps every product, so it counts nothing. Raises ValueError when the layout is smaller than the
+    "selective" keeps every product but those of experts. Raises ValueError when the layout is smaller than the
     documents.
     """
     useful = document_flops(shape, lengths, trainable=trainable, convention=convention, head_tokens=head_tokens)
@@ -240,10 +241,17 @@ def step_flops(
     if isinstance(recompute, int):
         part = replace(shape, layers=shape.layers[:recompute], outer=())
         some = document_flops(part, layout.segments, trainable=trainable, convention=convention)
-        again = FlopCount(matmul=Pass(some.matmul.forward), attention=Pass(some.attention.forward))
+        experts = _experts_forward(shape.layers[recompute:], layout.slots)
+        again = FlopCount(matmul=Pass(some.matmul.forward + experts), attention=Pass(some.attention.forward))
+    elif recompute == "selective":
+        again = FlopCount(matmul=Pass(_experts_forward(shape.layers, layout.slots)))
     elif recompute in ("full", "offload"):
         again = FlopCount(matmul=Pass(computed.matmul.forward), attention=Pass(computed.attention.forward))
     return StepFlops(useful, padding, again)
+
+
+def _experts_forward(layers: Sequence[Layer], slots: int) -> int:
+    return sum(2 * w.active_parameters * slots for layer in layers for w in layer.weights if w.copies > 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ def _in_float32(module: nn.Module) -> Callable[..., Any]:
         kind = next(iter(weights.values())).device.type
         cast_back = None if torch.is_autocast_enabled(kind) else _floating_dtype(args)
         casts = {name: weight.float() for name, weight in weights.items() if weight.dtype != torch.float32}
-        with torch.autocast(kind, enabled=False), _reparametrize_module(module, casts):
+        swapped = _reparametrize_module(module, casts) if casts else nullcontext()
+        with torch.autocast(kind, enabled=False), swapped:
             result = narrow(*tree_map(_wide, args), **tree_map(_wide, kwargs))
         return result if cast_back is None else tree_map(lambda value: _to(value, cast_back), result)
 
