@@ -96,7 +96,7 @@ def test_presets_name_existing_keys_and_load() -> None:
 def test_the_presets_mean_what_they_say() -> None:
     naive, fast = config("preset=naive"), config("preset=fast")
     assert (naive.data.pack, naive.data.rows, naive.model.recompute) == ("none", 8, "full")
-    assert (fast.data.pack, fast.model.attention, fast.model.recompute) == ("best_fit", "headway", "none")
+    assert (fast.data.pack, fast.model.attention, fast.model.recompute) == ("best_fit", "headway", "auto")
 
 
 def test_importing_the_room_imports_no_torch() -> None:

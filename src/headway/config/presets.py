@@ -24,7 +24,7 @@ PRESETS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
         "fast": MappingProxyType(
             {
                 "model.attention": "headway",
-                "model.recompute": "none",
+                "model.recompute": "auto",
                 "data.pack": "best_fit",
                 "data.prefetch": 2,
                 "train.precision": "auto",
