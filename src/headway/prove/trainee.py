@@ -39,7 +39,7 @@ class Trainee:
     def __init__(self, config: RunConfig, scratch: Path, *, noise: float = 0.0, reorder: int = 0) -> None:
         self.config, self.reorder = config, reorder
         self.run: Run = build_run(prepared(config, scratch), None, RunClock(), observers=list, say=lambda text: None)
-        self.run.feeder.close()  # its batches are not wanted
+        self.run.supply.close()  # its batches are not wanted
         if noise:
             self._shake(noise)
         for module in self.module.modules():
@@ -63,7 +63,8 @@ class Trainee:
         """One optimizer step at the full learning rate. Gradients stay on the parameters, clipped."""
         self.run.learner.optimizers.set_lr(1.0)
         trained = sum(batch.trained_tokens for batch in batches)
-        loss, nll, norm, *_ = self.run.learner.update(batches, trained).tolist()
+        made = self.run.fit.run(lambda parts: self.run.learner.update(parts, trained), batches)
+        loss, nll, norm, *_ = made.tolist()
         return StepFigures(loss, nll, norm)
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
