@@ -134,8 +134,8 @@ class Shares:
 
     @property
     def utilisation(self) -> float:
-        """Union of all GPU events over the window: about what nvidia-smi shows, and not efficiency. 0 to 1."""
-        return self.busy_ns / self.wall_ns if self.wall_ns else 0.0
+        """Share of the window in which a kernel ran: what nvidia-smi would show, and not efficiency. 0 to 1."""
+        return (self.compute_ns + self.exposed_comm_ns) / self.wall_ns if self.wall_ns else 0.0
 
     @property
     def overlap(self) -> float | None:
@@ -230,7 +230,7 @@ class Fragmentation:
     median_ns: int
     short_by_count: float
     short_by_time: float
-    launch_bound: float  # share of the window in which the device waited for launches of short kernels
+    launch_bound: float  # share of the window idle in gaps < 100 µs that the next launch explains
     unlinked: int  # GPU events without a launch in the trace
     graph_kernels: int  # GPU events of launches that own several
 

@@ -1,0 +1,95 @@
+"""The events of a Chrome trace as typed records, decoded by msgspec straight from bytes, no dictionaries between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+Number = int | float
+Text = str | int
+# Values that writers put into `args` in more than one type; columns.py makes integers of them.
+Loose = int | float | str | bool | list[Any] | dict[str, Any] | None
+
+
+ABSENT = msgspec.Raw()
+UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError)
+
+
+class Args(msgspec.Struct, gc=False, rename={"size": "bytes"}):
+    """The arguments Headway uses; all others are skipped while decoding. None where absent."""
+
+    correlation: Loose = None
+    stream: Loose = None
+    device: Loose = None
+    size: Loose = None
+    external: Loose = msgspec.field(default=None, name="External id")
+    external_old: Loose = msgspec.field(default=None, name="external id")
+    collective: Loose = msgspec.field(default=None, name="Collective name")
+    dims: msgspec.Raw = msgspec.field(default=ABSENT, name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=ABSENT, name="Input type")
+    elements: Loose = msgspec.field(default=None, name="In msg nelems")
+    out_elements: Loose = msgspec.field(default=None, name="Out msg nelems")
+    group: Loose = msgspec.field(default=None, name="Process Group Name")
+    group_ranks: Loose = msgspec.field(default=None, name="Process Group Ranks")
+    group_size: Loose = msgspec.field(default=None, name="Group size")
+    dtype: Loose = None
+    sequence: Loose = msgspec.field(default=None, name="Seq")
+
+
+class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+    """A slice with a beginning and a duration, in microseconds."""
+
+    name: str
+    ts: Number
+    dur: Number
+    pid: Text = ""
+    tid: Text = ""
+    cat: str = ""
+    args: Args | None = None
+
+
+class ThreadName(msgspec.Struct, gc=False):
+    name: Loose = None
+
+
+class Meta(msgspec.Struct, gc=False, tag_field="ph", tag="M"):
+    """Names of processes and threads."""
+
+    name: str = ""
+    pid: Text = ""
+    tid: Text = ""
+    args: ThreadName | None = None
+
+
+class Begin(msgspec.Struct, gc=False, tag_field="ph", tag="B"):
+    """Half of a slice written as two events."""
+
+
+# Every other phase of the trace event format: decoded to an empty record, as cheap as an event can be.
+_OTHERS = tuple(
+    msgspec.defstruct(f"Other{number}", [], gc=False, tag_field="ph", tag=phase)
+    for number, phase in enumerate("sftiICEbenNDOPpRcvV()STF")
+)
+
+AnyEvent: Any = Complete | Meta | Begin
+for _other in _OTHERS:
+    AnyEvent = AnyEvent | _other
+
+decode_list = msgspec.json.Decoder(list[AnyEvent]).decode
+decode_event = msgspec.json.Decoder(AnyEvent).decode
+decode_args = msgspec.json.Decoder(Args).decode
+
+
+class ExactTimes(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+    """The times of an event as the file writes them, for clocks that a float64 of microseconds cannot hold."""
+
+    ts: msgspec.Raw
+    dur: msgspec.Raw
+
+
+ExactEvent: Any = ExactTimes | Meta | Begin
+for _other in _OTHERS:
+    ExactEvent = ExactEvent | _other
+
+decode_exact_times = msgspec.json.Decoder(list[ExactEvent]).decode
