@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -45,19 +47,23 @@ class _Table:
         return np.concatenate(pieces).astype(dtype, copy=False) if pieces else np.empty(0, dtype)
 
 
-class Index:
-    """Numbers things in the order of their first appearance."""
+class Index(dict[Any, int]):
+    """Numbers keys in the order of their first appearance: looking one up gives its number."""
 
-    def __init__(self) -> None:
-        self.numbers: dict[Any, int] = {}
+    def __missing__(self, key: Any) -> int:
+        number = self[key] = len(self)
+        return number
 
-    def of(self, key: Any) -> int:
-        numbers = self.numbers
-        return numbers.setdefault(key, len(numbers))
+    def column(self, keys: Iterable[Any]) -> NDArray[Any]:
+        return np.array(list(map(self.__getitem__, keys)), np.int32)
 
-    @property
-    def in_order(self) -> tuple[Any, ...]:
-        return tuple(self.numbers)
+
+class _Codes(dict[str, int]):
+    """What an event is, by its category as the file writes it."""
+
+    def __missing__(self, cat: str) -> int:
+        code = self[cat] = _code(cat)
+        return code
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,12 @@ class CommArgs:
     sequence: int
 
 
+_NAME, _CAT, _ARGS, _TS, _DUR = (attrgetter(field) for field in ("name", "cat", "args", "ts", "dur"))
+_THREAD = attrgetter("pid", "tid")
+_CORRELATION, _STREAM, _DEVICE, _SIZE = (attrgetter(key) for key in ("correlation", "stream", "device", "size"))
+_COLLECTIVE, _DIMS, _TYPES = attrgetter("collective"), attrgetter("dims"), attrgetter("types")
+
+
 class Columns:
     """Fills the tables of one trace. `gpu` and `host` hold the columns named in `add`; times in ns."""
 
@@ -80,88 +92,81 @@ class Columns:
         self.comm: dict[str, dict[int, CommArgs]] = {"gpu": {}, "host": {}}  # row as read → metadata
         self.thread_names: dict[tuple[str, str], str] = {}
         self.spans: list[tuple[int, int]] = []  # the profiler's own recording spans, ns
-        self.events = 0
         self.other_phases = 0  # begin events of begin/end pairs, which are not read
-        self.lost: Counter[str] = Counter()
         self.gpu, self.host = _Table(), _Table()
         self._rows = {"gpu": 0, "host": 0}
-        self._codes: dict[str, int] = {}
+        self._codes = _Codes()
 
     def add(self, records: list[Any], text: bytes = b"") -> None:
         """One stretch. `text` is the JSON list that gave the records, for times that a float cannot hold."""
-        gpu: list[Complete] = []
-        gpu_codes: list[int] = []
-        host: list[Complete] = []
-        host_codes: list[int] = []
-        codes = self._codes
-        exact = _exact_times(records, text)
+        if not {Meta, Begin}.isdisjoint(map(type, records)):
+            self._note_others(records)
+        events = [record for record in records if type(record) is Complete]
+        if not events:
+            return
+        codes = np.array(list(map(self._codes.__getitem__, map(_CAT, events))), np.int64)
+        if not events[0].cat and "" in self._codes:
+            codes = np.array(
+                [_legacy(event) if not event.cat else code for event, code in zip(events, codes.tolist(), strict=True)]
+            )
+        for place in np.flatnonzero(codes == _SPAN).tolist():
+            self._span(events[place])
+        exact = _Exact(records, text)
+        in_gpu, in_host = (codes >= 0) & (codes < _FIRST_HOST), (codes >= _FIRST_HOST) & (codes < _SPAN)
+        if in_gpu.any():
+            self._add_gpu(list(compress(events, in_gpu.tolist())), codes[in_gpu], exact)
+        if in_host.any():
+            self._add_host(list(compress(events, in_host.tolist())), codes[in_host] - _FIRST_HOST, exact)
+
+    def _note_others(self, records: list[Any]) -> None:
         for record in records:
-            if type(record) is Complete:
-                code = codes.get(record.cat)
-                if code is None:
-                    code = codes[record.cat] = _code(record.cat)
-                if code >= _FIRST_HOST:
-                    if code == _SPAN:
-                        self._span(record)
-                    else:
-                        host.append(record)
-                        host_codes.append(code - _FIRST_HOST)
-                elif code >= 0:
-                    gpu.append(record)
-                    gpu_codes.append(code)
-                elif not record.cat and (legacy := _legacy(record)) is not None:
-                    (gpu if legacy < _FIRST_HOST else host).append(record)
-                    (gpu_codes if legacy < _FIRST_HOST else host_codes).append(legacy % _FIRST_HOST)
-            elif type(record) is Meta and record.name == "thread_name" and record.args is not None:
+            if type(record) is Meta and record.name == "thread_name" and record.args is not None:
                 self.thread_names.setdefault((str(record.pid), str(record.tid)), str(record.args.name))
             elif type(record) is Begin:
                 self.other_phases += 1
-        self.events += len(gpu) + len(host)
-        if gpu:
-            self._add_gpu(gpu, gpu_codes, exact)
-        if host:
-            self._add_host(host, host_codes, exact)
 
-    def _add_gpu(self, events: list[Complete], codes: list[int], exact: dict[int, tuple[int, int]]) -> None:
-        args = [event.args or _NO_ARGS for event in events]
-        name = self.names.of
-        start, duration = self._times(events, exact)
+    def _add_gpu(self, events: list[Complete], codes: NDArray[Any], exact: _Exact) -> None:
+        args = list(map(_ARGS, events))
+        start, duration = exact.times(events)
+        device, stream = _integers(list(map(_DEVICE, args)), np.int32), _integers(list(map(_STREAM, args)), np.int32)
         self.gpu.add(
             start=start,
             duration=duration,
-            name=np.array([name(event.name) for event in events], np.int32),
-            code=np.array(codes, np.int8),
-            device=_integers([_either(a.device, event.pid) for a, event in zip(args, events, strict=True)], np.int32),
-            stream=_integers([_either(a.stream, event.tid) for a, event in zip(args, events, strict=True)], np.int32),
-            correlation=_integers([a.correlation for a in args]),
-            external=_integers([_either(a.external, a.external_old) for a in args]),
-            size=_integers([a.size for a in args]),
+            name=self.names.column(map(_NAME, events)),
+            code=codes.astype(np.int8),
+            device=_filled(device, events, "pid"),
+            stream=_filled(stream, events, "tid"),
+            correlation=_integers(list(map(_CORRELATION, args))),
+            size=_integers(list(map(_SIZE, args))),
         )
         self._note_comm("gpu", args)
 
-    def _add_host(self, events: list[Complete], codes: list[int], exact: dict[int, tuple[int, int]]) -> None:
-        args = [event.args or _NO_ARGS for event in events]
-        name, thread = self.names.of, self.threads.of
-        start, duration = self._times(events, exact)
+    def _add_host(self, events: list[Complete], codes: NDArray[Any], exact: _Exact) -> None:
+        args = list(map(_ARGS, events))
+        start, duration = exact.times(events)
         self.host.add(
             start=start,
             duration=duration,
-            name=np.array([name(event.name) for event in events], np.int32),
-            kind=np.array(codes, np.int8),
-            thread=np.array([thread((event.pid, event.tid)) for event in events], np.int32),
-            correlation=_integers([a.correlation for a in args]),
-            external=_integers([_either(a.external, a.external_old) for a in args]),
-            shapes=np.array([self._shape(a.dims) for a in args], np.int32),
-            types=np.array([self._shape(a.types) for a in args], np.int32),
+            name=self.names.column(map(_NAME, events)),
+            kind=codes.astype(np.int8),
+            thread=self.threads.column(map(_THREAD, events)),
+            correlation=_integers(list(map(_CORRELATION, args))),
+            shapes=self._texts(list(map(_DIMS, args))),
+            types=self._texts(list(map(_TYPES, args))),
         )
         self._note_comm("host", args)
 
-    def _shape(self, raw: Any) -> int:
-        return NONE if raw is ABSENT else self.shapes.of(bytes(raw))
+    def _texts(self, raws: list[Any]) -> NDArray[Any]:
+        if raws.count(ABSENT) == len(raws):
+            return np.full(len(raws), NONE, np.int32)
+        return np.array([NONE if raw is ABSENT else self.shapes[bytes(raw)] for raw in raws], np.int32)
 
     def _note_comm(self, table: str, args: list[Args]) -> None:
         first = self._rows[table]
         self._rows[table] = first + len(args)
+        names = list(map(_COLLECTIVE, args))
+        if names.count(None) == len(names):
+            return
         for row, found in enumerate(args, start=first):
             if found.collective is not None:
                 self.comm[table][row] = _comm_args(found)
@@ -170,15 +175,6 @@ class Columns:
         if isinstance(record.ts, int | float) and 0 <= record.ts < _LATEST and 0 <= record.dur < _LATEST:
             start = _one(record.ts)
             self.spans.append((start, start + _one(record.dur)))
-
-    def _times(self, events: list[Complete], exact: dict[int, tuple[int, int]]) -> tuple[Int64, Int64]:
-        if exact:
-            both = np.array([exact[id(event)] for event in events], np.int64)
-            return both[:, 0], both[:, 1]
-        return nanoseconds([event.ts for event in events]), nanoseconds([event.dur for event in events])
-
-
-_NO_ARGS = Args()
 
 
 def nanoseconds(microseconds: list[int | float]) -> Int64:
@@ -207,18 +203,27 @@ def _one(value: int | float) -> int:
     return whole * 1000 + round((value - whole) * 1000)
 
 
-def _exact_times(records: list[Any], text: bytes) -> dict[int, tuple[int, int]]:
-    """Times read from the digits, by id of the record, where a clock of microseconds since 1970 has a fraction: a
-    float64 would round such times to a quarter of a microsecond."""
-    coarse = next((r for r in records if type(r) is Complete and type(r.ts) is float and r.ts >= _EXACT_BELOW), None)
-    if coarse is None or not text:
-        return {}
-    raw = decode_exact_times(text)
-    found = {}
-    for record, times in zip(records, raw, strict=True):
-        if type(record) is Complete:
-            found[id(record)] = (_digits(bytes(times.ts), record.ts), _digits(bytes(times.dur), record.dur))
-    return found
+class _Exact:
+    """Times of a stretch. A float64 rounds microseconds since 1970 to a quarter of one: where such a clock has a
+    fraction, times are read from the digits in the text."""
+
+    def __init__(self, records: list[Any], text: bytes) -> None:
+        self._records, self._text = records, text
+        self._found: dict[int, tuple[int, int]] = {}
+
+    def times(self, events: list[Complete]) -> tuple[Int64, Int64]:
+        values = list(map(_TS, events))
+        if self._text and float in set(map(type, values)) and max(values) >= _EXACT_BELOW:
+            if not self._found:
+                self._read_digits()
+            both = np.array([self._found[id(event)] for event in events], np.int64)
+            return both[:, 0], both[:, 1]
+        return nanoseconds(values), nanoseconds(list(map(_DUR, events)))
+
+    def _read_digits(self) -> None:
+        for record, raw in zip(self._records, decode_exact_times(self._text), strict=True):
+            if type(record) is Complete:
+                self._found[id(record)] = _digits(bytes(raw.ts), record.ts), _digits(bytes(raw.dur), record.dur)
 
 
 _DECIMAL = re.compile(rb"(-?)(\d+)(?:\.(\d+))?")
@@ -242,15 +247,19 @@ def _code(cat: str) -> int:
     return _SPAN if low == "trace" else _SKIP
 
 
-def _legacy(record: Complete) -> int | None:
+def _legacy(record: Complete) -> int:
     """Traces of torch's first profiler have no category; the process says what an event is."""
     if record.pid == "CUDA functions":
         return KERNEL
-    return _FIRST_HOST + HostKind.OP if record.pid == "CPU functions" else None
+    return _FIRST_HOST + HostKind.OP if record.pid == "CPU functions" else _SKIP
 
 
-def _either(first: Any, second: Any) -> Any:
-    return second if first is None else first
+def _filled(column: NDArray[Any], events: list[Complete], field: str) -> NDArray[Any]:
+    """Old files name the device by the process and the stream by the thread."""
+    missing = np.flatnonzero(column == NONE)
+    if len(missing):
+        column[missing] = _integers([getattr(events[row], field) for row in missing.tolist()], np.int32)
+    return column
 
 
 def _integers(values: list[Any], dtype: type = np.int64) -> NDArray[Any]:
@@ -283,7 +292,7 @@ def _integer(value: Any, limit: int) -> int:
 
 def _comm_args(args: Args) -> CommArgs:
     elements = max(_integer(args.elements, _WORD), _integer(args.out_elements, _WORD))
-    group = _either(args.group_ranks, args.group)
+    group = args.group if args.group_ranks is None else args.group_ranks
     return CommArgs(
         name=str(args.collective),
         elements=elements,

@@ -176,7 +176,6 @@ class HostEvents:
     kind: Int8  # HostKind
     thread: Int32  # index into RankFacts.threads
     correlation: Int64  # of RUNTIME events, NONE elsewhere
-    external: Int64  # "External id", NONE where absent
     shapes: Int32  # index into RankFacts.shapes of "Input Dims", NONE where not recorded
     types: Int32  # index into RankFacts.shapes of "Input type", NONE where not recorded
 

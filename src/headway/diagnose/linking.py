@@ -49,25 +49,27 @@ def innermost_open(at: Int64, thread: Int32, start: Int64, end: Int64, on_thread
 
 
 def _innermost(at: Int64, rows: Int64, start: Int64, end: Int64) -> Int64:
-    """One thread. `parent` chains each event to the nearest earlier one that is still open when it starts."""
-    parent = _parents(start, end)
-    current = np.searchsorted(start, at, "right") - 1
-    while True:
-        over = (current >= 0) & (end[np.maximum(current, 0)] <= at)
-        if not over.any():
-            break
-        current[over] = parent[current[over]]
-    return np.where(current >= 0, rows[np.maximum(current, 0)], NONE)
+    """One thread. Where slices nest, the innermost open one is the last to begin at the depth that is open then."""
+    lasting = end > start
+    rows, start, end = rows[lasting], start[lasting], end[lasting]
+    ends = np.sort(end)
+    depth = np.arange(1, len(start) + 1) - np.searchsorted(ends, start, "right")
+    wanted = np.searchsorted(start, at, "right") - np.searchsorted(ends, at, "right")
+    found = np.full(len(at), NONE, np.int64)
+    for level in np.unique(wanted[wanted > 0]).tolist():
+        moments = np.flatnonzero(wanted == level)
+        there = np.flatnonzero(depth == level)
+        if len(there):
+            last = np.searchsorted(start[there], at[moments], "right") - 1
+            found[moments] = np.where(last >= 0, there[np.maximum(last, 0)], NONE)
+    for moment in np.flatnonzero((wanted > 0) & ((found == NONE) | (end[found] <= at))).tolist():
+        found[moment] = _innermost_crossing(int(at[moment]), start, end)
+    return np.where(found != NONE, rows[found], NONE)
 
 
-def _parents(start: Int64, end: Int64) -> Int64:
-    parent = np.full(len(start), NONE, np.int64)
-    stack: list[int] = []
-    ends = end.tolist()
-    for row, begin in enumerate(start.tolist()):
-        while stack and ends[stack[-1]] <= begin:
-            stack.pop()
-        if stack:
-            parent[row] = stack[-1]
-        stack.append(row)
-    return parent
+def _innermost_crossing(at: int, start: Int64, end: Int64) -> int:
+    """The same where slices cross: the latest to begin of those still open."""
+    for row in range(int(np.searchsorted(start, at, "right")) - 1, -1, -1):
+        if end[row] > at:
+            return row
+    return NONE

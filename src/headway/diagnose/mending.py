@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from headway.diagnose.records import UNDECODABLE, Complete, decode_args, decode_event
+from headway.diagnose.records import NO_ARGS, UNDECODABLE, Complete, decode_args, decode_event
 
 # Between two events. Inside an event it may also occur (a list of objects in `args`, braces of C++ names): then
 # neither side decodes and the pieces are joined again.
@@ -197,7 +197,7 @@ def _coerced(value: dict[str, Any], losses: Losses, reasons: list[str]) -> Any:
         pid=pid if isinstance(pid, int) else str(pid),
         tid=tid if isinstance(tid, int) else str(tid),
         cat=str(value.get("cat", "")),
-        args=decode_args(msgspec.json.encode(args)) if isinstance(args, dict) else None,
+        args=decode_args(msgspec.json.encode(args)) if isinstance(args, dict) else NO_ARGS,
     )
 
 

@@ -16,15 +16,13 @@ ABSENT = msgspec.Raw()
 UNDECODABLE = (msgspec.DecodeError, RecursionError, UnicodeDecodeError, OverflowError)
 
 
-class Args(msgspec.Struct, gc=False, rename={"size": "bytes"}):
-    """The arguments Headway uses; all others are skipped while decoding. None where absent."""
+class Args(msgspec.Struct, gc=False, frozen=True, rename={"size": "bytes"}):
+    """The arguments Headway uses; all others are skipped while decoding. -1 or None where absent."""
 
-    correlation: Loose = None
-    stream: Loose = None
-    device: Loose = None
-    size: Loose = None
-    external: Loose = msgspec.field(default=None, name="External id")
-    external_old: Loose = msgspec.field(default=None, name="external id")
+    correlation: Loose = -1
+    stream: Loose = -1
+    device: Loose = -1
+    size: Loose = -1
     collective: Loose = msgspec.field(default=None, name="Collective name")
     dims: msgspec.Raw = msgspec.field(default=ABSENT, name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=ABSENT, name="Input type")
@@ -37,6 +35,9 @@ class Args(msgspec.Struct, gc=False, rename={"size": "bytes"}):
     sequence: Loose = msgspec.field(default=None, name="Seq")
 
 
+NO_ARGS = Args()
+
+
 class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
     """A slice with a beginning and a duration, in microseconds."""
 
@@ -46,7 +47,7 @@ class Complete(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
     pid: Text = ""
     tid: Text = ""
     cat: str = ""
-    args: Args | None = None
+    args: Args = NO_ARGS
 
 
 class ThreadName(msgspec.Struct, gc=False):

@@ -33,7 +33,6 @@ class GpuTable:
     device: Int32
     stream: Int32
     correlation: Int64
-    external: Int64
     size: Int64
     comm: Mapping[int, CommArgs]  # row → communication metadata
 
@@ -92,9 +91,9 @@ def read_trace(path: Path) -> Trace:
         gpu=_with_comm(gpu, columns.comm["gpu"], kept_gpu),
         host=host,
         host_comm=_renumbered(columns.comm["host"], kept_host),
-        names=columns.names.in_order,
+        names=tuple(columns.names),
         threads=_thread_texts(columns),
-        shapes=tuple(raw.decode("utf-8", "replace") for raw in columns.shapes.in_order),
+        shapes=tuple(raw.decode("utf-8", "replace") for raw in columns.shapes),
         damage=damage,
         metadata=splitter.metadata,
         notes=tuple(notes),
@@ -112,7 +111,7 @@ def _nothing(path: Path, damage: Damage) -> str:
 
 
 def _launches(columns: Columns, host: HostEvents) -> int:
-    names = columns.names.in_order
+    names = tuple(columns.names)
     launching = [number for number, name in enumerate(names) if is_launch(name)]
     return int((np.isin(host.name, launching) & (host.kind == HostKind.RUNTIME)).sum())
 
@@ -136,7 +135,6 @@ def _gpu_table(columns: Columns, lost: Counter[str]) -> tuple[GpuTable, Int64]:
         device=table.joined("device", np.int32)[order],
         stream=table.joined("stream", np.int32)[order],
         correlation=table.joined("correlation", np.int64)[order],
-        external=table.joined("external", np.int64)[order],
         size=table.joined("size", np.int64)[order],
         comm={},
     ), order
@@ -155,7 +153,6 @@ def _host_table(columns: Columns, lost: Counter[str]) -> tuple[HostEvents, Int64
         kind=table.joined("kind", np.int8)[order],
         thread=table.joined("thread", np.int32)[order],
         correlation=table.joined("correlation", np.int64)[order],
-        external=table.joined("external", np.int64)[order],
         shapes=table.joined("shapes", np.int32)[order],
         types=table.joined("types", np.int32)[order],
     ), order
@@ -193,4 +190,4 @@ def _with_comm(gpu: GpuTable, comm: dict[int, CommArgs], order: Int64) -> GpuTab
 
 def _thread_texts(columns: Columns) -> tuple[str, ...]:
     names = columns.thread_names
-    return tuple(f"{pid}/{tid} {names.get((str(pid), str(tid)), '')}".rstrip() for pid, tid in columns.threads.in_order)
+    return tuple(f"{pid}/{tid} {names.get((str(pid), str(tid)), '')}".rstrip() for pid, tid in columns.threads)
