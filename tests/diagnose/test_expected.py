@@ -119,10 +119,10 @@ def test_triton_cpu_operators_are_not_gpu_work(shared: Path) -> None:
     assert rank.devices[0].fragmentation.kernels == 1
 
 
-def test_steps_window_and_left_overs(shared: Path) -> None:
-    device = read_job([shared / "traces/h200/trace_naive_sdpa.json.gz"]).ranks[0].device()
+def test_steps_window_is_the_default(shared: Path) -> None:
+    device = read_job([shared / "traces/hta/df_index_resolver__df_index_resolver.json.gz"]).ranks[0].device()
     assert device.window.source == "steps" and device.window.text.startswith("ProfilerStep#")
-    assert len(device.steps.rows) == 2
+    assert len(device.steps.rows) == 5
 
 
 def test_planted_straggler_is_named(shared: Path) -> None:
