@@ -29,9 +29,9 @@ app = typer.Typer(
 
 
 def _join_commands() -> None:
-    from headway.cli import bench, checkpoint, data, doctor, plan, report, train, tune, verify
+    from headway.cli import bench, checkpoint, data, diagnose, doctor, plan, report, train, tune, verify
 
-    for module in (train, tune, verify, report, doctor):
+    for module in (train, tune, verify, diagnose, report, doctor):
         module.register(app)
     app.add_typer(data.app, name="data")
     app.add_typer(checkpoint.app, name="checkpoint")
