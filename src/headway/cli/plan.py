@@ -9,7 +9,7 @@ from importlib import import_module
 
 import typer
 
-app = typer.Typer(help="Choose a parallel plan; say how long, how much and why.")
+app = typer.Typer()
 
 COMMANDS = ("main", "explain", "validate", "calibrate", "goodput", "check_claim")
 
