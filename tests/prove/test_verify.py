@@ -76,7 +76,9 @@ class MeanPerMicroBatch(Trainee):
         sums, grads = torch.zeros(2), [torch.zeros_like(weight) for weight in weights]
         for batch in batches:
             sums += learner.learn([batch], batch.trained_tokens * len(batches))
-            grads = [torch.add(grad, weight.grad) for grad, weight in zip(grads, weights, strict=True)]
+            grads = [
+                grad if weight.grad is None else grad + weight.grad for grad, weight in zip(grads, weights, strict=True)
+            ]
         for weight, grad in zip(weights, grads, strict=True):
             weight.grad = grad
         norm, finite = clip_gradients(self.module, learner.clip_norm)
