@@ -51,12 +51,16 @@ class LoraShape:
 Trainable = Literal["full"] | LoraShape
 
 
-def describe(convention: Convention = "causal", trainable: Trainable = "full") -> str:
-    """One line that names what is counted; every printed MFU carries it, because conventions differ by a third."""
+def describe(convention: Convention = "causal", trainable: Trainable = "full", trained_head: bool = False) -> str:
+    """One line that names what is counted; every printed MFU carries it, because conventions differ by a third.
+
+    `trained_head`: the head runs only where a label is, and only that is counted, as useful too.
+    """
     weights = "6 FLOPs per active matrix weight and token"
     if isinstance(trainable, LoraShape):
         weights = "4 FLOPs per frozen active matrix weight and token, 6 per LoRA weight"
-    matrices = f"{weights} (no input embedding, head included)"
+    head = "head at trained tokens only" if trained_head else "head included"
+    matrices = f"{weights} (no input embedding, {head})"
     return f"convention {convention!r}: {matrices}; {_PAIRS[convention]}; no recompute"
 
 

@@ -96,6 +96,12 @@ class ModelConfig(Section):
         "moves weights, gradients and optimizer state (needs parallel.fsdp of 2 or more); none because the link is "
         "slow, as the printed cost shows.",
     )
+    fuse: Literal["none", "auto"] = Field(
+        default="none",
+        description="Kernels between the model's matrix products, and head and loss as one: `auto` compares every "
+        "candidate with a wide reference on this run's shapes and takes the fastest that is right (up to 15 s at the "
+        "first start, then remembered); `none` is the plain computation that everything else is held against.",
+    )
     trust_remote_code: bool = Field(
         default=False,
         description="Run Python code that comes with the model or tokenizer; off because it can do anything.",

@@ -12,6 +12,7 @@ PRESETS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
         "naive": MappingProxyType(
             {
                 "model.attention": "sdpa",
+                "model.fuse": "none",
                 "model.recompute": "full",
                 "data.pack": "none",
                 "data.rows": 8,
@@ -20,10 +21,11 @@ PRESETS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
                 "train.compile": False,
             }
         ),
-        # Only what leaves the training's meaning as it is and needs no measurement on the machine first.
+        # Only what leaves the training's meaning as it is; kernels are measured on the machine when the run starts.
         "fast": MappingProxyType(
             {
                 "model.attention": "headway",
+                "model.fuse": "auto",
                 "model.recompute": "auto",
                 "data.pack": "best_fit",
                 "data.prefetch": 2,

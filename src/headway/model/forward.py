@@ -7,6 +7,7 @@ Nothing else in Headway calls a model on a Batch.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from transformers import PreTrainedModel
 
 from headway.data.batch import PADDING_DOC, Batch
 from headway.model.attention import NAME
+from headway.model.head import Phase, loss_head, take_loss
+from headway.model.loss import LossSum, loss_sum
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
@@ -25,6 +28,28 @@ def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
     """
     output = model(**call_arguments(attention_of(model), batch))
     return output.logits.view(*batch.input_ids.shape, -1)
+
+
+def forward_loss(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+    phase: Phase = nullcontext,
+) -> LossSum:
+    """`loss_sum` of the batch's labels; `phase` is entered around the loss.
+
+    With a loss head installed (`model/head.py`), only slots that have a label reach the head and no logits are kept;
+    otherwise all logits are computed first.
+    """
+    head = loss_head(model)
+    if head is None:
+        logits = forward_logits(model, batch)
+        with phase(), torch.autocast(logits.device.type, enabled=False):
+            return loss_sum(logits, batch.labels, z_loss=z_loss, label_smoothing=label_smoothing)
+    with head.expecting(batch, z_loss, label_smoothing, phase) as expected:
+        return take_loss(expected, model(**call_arguments(attention_of(model), batch)))
 
 
 def attention_of(model: nn.Module) -> str:

@@ -30,6 +30,7 @@ from headway.guard.process_group import control, init_process_group
 from headway.guard.ranks import RankEnv
 from headway.guard.signals import StopRequest
 from headway.model.isolation import prove_isolation
+from headway.model.kernels.choose import Chosen
 from headway.model.load import check_model_folder
 from headway.model.precision import keep_wide, use_float8
 from headway.parallel.device import Device, choose_device
@@ -46,6 +47,7 @@ from headway.train.data import Say, evaluation_view, make_stream, prepare_source
 from headway.train.evaluate import Evaluator
 from headway.train.export import export_live
 from headway.train.flop_counter import FlopCounter
+from headway.train.fusing import as_record, fuse
 from headway.train.loss_scale import LossScale
 from headway.train.memory import Fit
 from headway.train.model import BuiltModel, build_model, use_deterministic_kernels
@@ -119,7 +121,7 @@ def _build(
         steps = total_steps(config, stream)
         _check_schedule(config, steps)
     with run_clock.phase("startup.model"):
-        model, replicas, optimizers = _model(config, place, view, say)
+        model, replicas, optimizers, kernels = _model(config, place, view, say)
     identity = resuming.run_identity(config, stream, model.config.to_dict(), model.base_digest)
     with run_clock.phase("startup.model" if ref is None else "downtime.reload"):
         # Dropout must differ between ranks; a resume then restores each rank's own generators.
@@ -131,7 +133,7 @@ def _build(
     peak = _peak(config, place)
     session = resuming.next_session(folder)
     clock = StepClock(place.device.type)
-    _write_down(config, folder)
+    _write_down(config, folder, kernels)
     reporter = Reporter(
         session=session,
         rank=place.rank,
@@ -143,14 +145,14 @@ def _build(
         rank_file=JsonlWriter(folder.rank(place.rank)),
         incidents=folder.incidents,
         peak_flops=peak.flops * place.world if peak.flops else None,
-        compiled=config.train.compile,
+        compiled=config.train.compile or (kernels is not None and kernels.compiles()),
     )
     learner = _learner(config, replicas, optimizers, clock, place, state)
     with run_clock.phase("compile"):
         fit, facts = _fit(config, learner, model, place, reporter, state.step, say)
     return Run(
         config=config,
-        session_start=_session_start(reporter, state, place, steps, peak, model, stream, facts),
+        session_start=_session_start(reporter, state, place, steps, peak, model, stream, facts, kernels),
         total_steps=steps,
         learner=learner,
         fit=fit,
@@ -162,7 +164,7 @@ def _build(
             state.position,
             reporter.local_incident,
         ),
-        counter=FlopCounter(model.shape, model.trainable, place.world),
+        counter=FlopCounter(model.shape, model.trainable, place.world, _trained_head(kernels)),
         reporter=reporter,
         run_clock=run_clock,
         store=store,
@@ -199,7 +201,9 @@ def _data(config: RunConfig, place: Place, say: Say, say_prepared: Say) -> tuple
     return view, stream
 
 
-def _model(config: RunConfig, place: Place, view: View, say: Say) -> tuple[BuiltModel, Replicas, Optimizers]:
+def _model(
+    config: RunConfig, place: Place, view: View, say: Say
+) -> tuple[BuiltModel, Replicas, Optimizers, Chosen | None]:
     model = build_model(config)
     check_vocabulary(view, model.shape.vocab)
     model.module.to(place.device.torch)
@@ -207,6 +211,7 @@ def _model(config: RunConfig, place: Place, view: View, say: Say) -> tuple[Built
     with torch.autocast(place.device.type, place.compute_dtype, enabled=place.compute_dtype != torch.float32):
         proof = prove_isolation(model.module, device=place.device.torch, packed=config.data.packed)
     say(f"isolation: {proof.summary()}")
+    kernels = fuse(config, model.module, view, place.device, place.compute_dtype, say)
     # Only now: float8 has one scale a tensor, so a document's largest value changes how its neighbours are rounded.
     for line in _precision(config, model.module, place):
         say(f"precision: {line}")
@@ -222,7 +227,11 @@ def _model(config: RunConfig, place: Place, view: View, say: Say) -> tuple[Built
         unused_parameters=any(layer.mlp is not None and layer.mlp.experts for layer in model.shape.layers),
         offload_optimizer=config.model.offload == "optimizer",
     )
-    return model, replicas, build_optimizers(model.module, config.optim)
+    return model, replicas, build_optimizers(model.module, config.optim), kernels
+
+
+def _trained_head(kernels: Chosen | None) -> bool:
+    return kernels is not None and kernels.loss_head()
 
 
 def _precision(config: RunConfig, module: nn.Module, place: Place) -> list[str]:
@@ -300,10 +309,11 @@ def _evaluator(config: RunConfig, view: View, place: Place) -> Evaluator | None:
     return Evaluator(stream, place.rank, place.world, place.device.torch, config.eval.batches)
 
 
-def _write_down(config: RunConfig, folder: RunFolder) -> None:
+def _write_down(config: RunConfig, folder: RunFolder, kernels: Chosen | None) -> None:
     def write() -> None:
         write_atomic(folder.config, dump_yaml(config))
-        write_json(folder.environment, collect_environment())
+        chosen = {} if kernels is None else {"kernels": as_record(kernels)}
+        write_json(folder.environment, {**collect_environment(), **chosen})
 
     control().on_main(write, UserError, (OSError,))
 
@@ -317,6 +327,7 @@ def _session_start(
     model: BuiltModel,
     stream: Stream,
     memory: list[str],
+    kernels: Chosen | None,
 ) -> SessionStart:
     facts: dict[str, Any] = {
         "model": model.shape.model_type,
@@ -326,7 +337,7 @@ def _session_start(
         "replicate": place.layout.replicate,
         "fsdp": place.layout.shard,
         "sequences_per_step": stream.options.sequences_per_step,
-        "convention": describe(trainable=model.trainable),
+        "convention": describe(trainable=model.trainable, trained_head=_trained_head(kernels)),
         "memory": memory,
     }
     if state.notes:

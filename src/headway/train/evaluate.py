@@ -12,8 +12,7 @@ from headway.account.errors import UserError
 from headway.data.batch import Batch
 from headway.data.global_batch import Position
 from headway.data.stream import Stream
-from headway.model.forward import forward_logits
-from headway.model.loss import loss_sum
+from headway.model.forward import forward_loss
 from headway.parallel.wrap import Replicas
 
 
@@ -47,8 +46,7 @@ class Evaluator:
         with torch.no_grad():
             for batch in self._micro_batches():
                 with replicas.autocast():
-                    logits = forward_logits(replicas.call, batch)
-                loss = loss_sum(logits, batch.labels)
+                    loss = forward_loss(replicas.call, batch)
                 sums += torch.stack([loss.nll_sum.double(), loss.tokens.double(), sums.new_tensor(len(batch.lengths))])
         replicas.sum_over_ranks(sums)
         replicas.call.train(training)

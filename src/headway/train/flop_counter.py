@@ -28,10 +28,20 @@ class FlopCounter:
     shape: ModelShape
     trainable: Trainable
     world: int
+    trained_head: bool = False  # the head runs only at slots with a label (model/head.py); the rest is no one's FLOPs
 
     def count(self, batch: GlobalBatch, recompute: Recompute) -> Counted:
         layout = SlotLayout(segments(batch, self.world))
-        found = step_flops(self.shape, batch.lengths, layout, recompute=recompute, trainable=self.trainable)
+        heads = batch.trained_tokens if self.trained_head else None
+        found = step_flops(
+            self.shape,
+            batch.lengths,
+            layout,
+            recompute=recompute,
+            trainable=self.trainable,
+            head_tokens=heads,
+            head_slots=heads,
+        )
         return Counted(found.to_flops(), layout.slots)
 
 

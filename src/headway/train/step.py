@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +11,7 @@ from torch import Tensor
 
 from headway.config.train import LossConfig
 from headway.data.batch import Batch
-from headway.model.forward import forward_logits
-from headway.model.loss import loss_sum
+from headway.model.forward import forward_loss
 from headway.parallel.out_of_memory import Collectives, can_be_finished, free_memory, is_out_of_memory
 from headway.parallel.wrap import Replicas
 from headway.train.clock import StepClock
@@ -103,16 +103,22 @@ class Learner:
     def _forward_backward(self, batch: Batch, scale: float, sums: Tensor) -> str | None:
         """Returns where memory ran out, if it did; by then everything that the pass held is let go."""
         at = "forward"
+
+        def in_loss() -> AbstractContextManager[None]:
+            nonlocal at
+            at = "loss"
+            return self.clock.phase("compute.loss")
+
         try:
             with self.clock.phase("compute.forward"), self.replicas.autocast():
-                logits = forward_logits(self.replicas.call, batch)
-            with self.clock.phase("compute.loss"):
-                at = "loss"
-                loss = loss_sum(
-                    logits, batch.labels, z_loss=self.loss.z_loss, label_smoothing=self.loss.label_smoothing
+                loss = forward_loss(
+                    self.replicas.call,
+                    batch,
+                    z_loss=self.loss.z_loss,
+                    label_smoothing=self.loss.label_smoothing,
+                    phase=in_loss,
                 )
                 sums += torch.stack([loss.loss.detach(), loss.nll_sum])
-                del logits
             with self.clock.phase("compute.backward"):
                 at = "backward"
                 scaled = loss.loss * scale

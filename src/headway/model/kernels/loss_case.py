@@ -1,0 +1,77 @@
+"""Head and cross entropy as a choice."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headway.data.batch import IGNORE
+from headway.model.head import LinearLoss
+from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.linear_loss import chunked_linear_loss, eager_linear_loss
+from headway.model.kernels.peers_linear_loss import (
+    cut_cannot,
+    cut_linear_loss,
+    liger_cannot,
+    liger_linear_loss,
+    torch_cannot,
+    torch_linear_loss,
+)
+
+IMPLEMENTATIONS: dict[str, LinearLoss] = {
+    "eager": eager_linear_loss,
+    "chunked": chunked_linear_loss,
+    "torch": torch_linear_loss,
+    "liger": liger_linear_loss,
+    "cut": cut_linear_loss,
+}
+
+CHECK_ROWS = 32
+FLOPS_TIMED = {"cpu": 3e10, "cuda": 4e13}
+"""Enough for a stable time; a whole pack's head takes seconds on a CPU."""
+
+
+def loss_case(
+    head: nn.Linear, rows: int, dtype: torch.dtype, device: torch.device, z_loss: float, label_smoothing: float
+) -> Case:
+    """Random hidden states and labels (a tenth without one) through the head's own sizes, in the run's own mode."""
+    vocabulary, width = head.weight.shape
+    rows = max(CHECK_ROWS, min(rows, int(FLOPS_TIMED[device.type] / (6 * vocabulary * width))))
+
+    # Made once: drawing tens of millions of numbers takes longer than the loss. Neighbours differ, and rows repeat.
+    generator = torch.Generator().manual_seed(19)
+    pattern = torch.randn(min(vocabulary, 4099), width, generator=generator) * width**-0.5
+    weight = pattern[torch.arange(vocabulary) % len(pattern)].to(device, head.weight.dtype)
+    weight.requires_grad_(head.weight.requires_grad)
+
+    def inputs(count: int) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(29)
+        hidden = torch.randn(count, width, generator=generator).to(device, dtype).requires_grad_()
+        bias = None if head.bias is None else torch.zeros(vocabulary, device=device, dtype=head.weight.dtype)
+        labels = torch.randint(0, vocabulary, (count,), generator=generator)
+        labels[::10] = IGNORE
+        return hidden, weight, bias, labels.to(device)
+
+    def call(name: str) -> Any:
+        function = IMPLEMENTATIONS[name]
+
+        def run(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> tuple[Tensor, Tensor]:
+            autocast = hidden.dtype != weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16)
+            with torch.autocast(device.type, hidden.dtype, enabled=autocast):
+                return function(hidden, weight, bias, labels, z_loss, label_smoothing)
+
+        return run
+
+    modes = {"z_loss": z_loss, "label_smoothing": label_smoothing}
+    candidates = [
+        Candidate("eager", call("eager")),
+        Candidate("chunked", call("chunked")),
+        Candidate("torch", call("torch"), partial(torch_cannot, **modes)),
+        Candidate("liger", call("liger"), partial(liger_cannot, **modes)),
+        Candidate("cut", call("cut"), partial(cut_cannot, **modes)),
+    ]
+    shape = f"{width}->{vocabulary} z_loss={z_loss:g} label_smoothing={label_smoothing:g}"
+    return Case("linear_loss", shape, candidates, inputs, rows, CHECK_ROWS)

@@ -1,0 +1,224 @@
+"""`fuse: auto` on models: the same training in every family, wrong candidates named and never used, choices kept."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from headway.data.batch import IGNORE
+from headway.model.forward import forward_logits, forward_loss
+from headway.model.head import install_loss_head, loss_head, remove_loss_head, why_no_loss_head
+from headway.model.kernels import glu, norm, rotary
+from headway.model.kernels.cache import cache_path, cached_choice
+from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.choose import Setting, install_kernels, measure_kernels
+from headway.model.kernels.linear_loss import chunked_linear_loss
+from headway.model.kernels.measure import choose
+from headway.model.kernels.whole import _batch
+from headway.model.load import load_model
+from headway.model.loss import loss_sum
+from tiny import config
+
+CPU = torch.device("cpu")
+SETTING = Setting(96, 0.5, torch.float32, CPU, "cpu: test")
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+
+
+def small(model_type="llama", **changes):
+    return load_model(config=config(model_type=model_type, **changes), dtype="float32", attention="headway", seed=3)
+
+
+def gradients(model, use=forward_loss):
+    model.zero_grad()
+    loss = use(model, _batch(320))
+    loss.loss.backward()
+    return float(loss.loss), float(loss.nll_sum), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def plain(model, batch):
+    return loss_sum(forward_logits(model, batch), batch.labels)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": False, "vocab_size": 331, "head_dim": 80}),
+        ("qwen3", {"head_dim": 64}),
+        ("qwen2", {"head_dim": 96}),
+        ("gemma", {"head_dim": 128}),
+        ("mistral", {"sliding_window": 8}),
+        ("phi3", {"pad_token_id": 0}),
+        ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8}),
+    ],
+)
+def test_a_fused_model_trains_as_the_plain_one(model_type, changes):
+    model = small(model_type, **changes)
+    loss, nll, grads = gradients(model, plain)
+    chosen = install_kernels(model, SETTING, _force(measure_kernels(model, SETTING, budget=9), "lean", "chunked"))
+    assert chosen.loss_head() and not any("nothing is fused" in text for text in chosen.warnings)
+    found, found_nll, found_grads = gradients(model)
+    assert found == pytest.approx(loss, rel=1e-5) and found_nll == pytest.approx(nll, rel=1e-5)
+    assert float((found_grads - grads).norm() / grads.norm()) < 1e-4
+
+
+def _force(measured, *names):
+    """Ours wherever it was found right, whatever was fastest in this noise."""
+    from dataclasses import replace
+
+    def best(choice):
+        right = [r.name for r in choice.results if r.error is not None and not r.wrong]
+        return next((name for name in names if name in right), choice.chosen)
+
+    return replace(measured, choices=tuple(replace(c, chosen=best(c)) for c in measured.choices))
+
+
+def test_a_norm_of_another_kind_keeps_its_own_code_and_is_named():
+    """Gemma scales by 1 + weight: everyone else's norm is wrong for it, whatever its class is called."""
+    measured = measure_kernels(small("gemma", head_dim=8), SETTING, budget=9)
+    choice = next(c for c in measured.choices if c.operation == "rms_norm")
+    assert choice.chosen == "eager" and {r.name for r in choice.results if r.wrong} >= {"torch", "lean"}
+    assert any("rms_norm: lean is not used, it is wrong" in text for text in measured.warnings)
+
+
+def test_a_soft_cap_behind_the_head_is_found_on_the_whole_model():
+    model = small("gemma2", head_dim=8, final_logit_softcapping=3.0, sliding_window=64)
+    before = gradients(model, plain)
+    chosen = install_kernels(model, SETTING, measure_kernels(model, SETTING, budget=9))
+    assert chosen.choices == () and "nothing is fused" in chosen.warnings[-1]
+    assert loss_head(model) is None and gradients(model)[0] == before[0]
+
+
+def test_only_rows_with_a_label_reach_the_head_and_no_logits_exist():
+    model = small()
+    seen = []
+
+    def spy(hidden, *rest):
+        seen.append(hidden.shape)
+        return chunked_linear_loss(hidden, *rest)
+
+    install_loss_head(model, spy)
+    batch = _batch(320)
+    forward_loss(model, batch)
+    assert seen == [(batch.trained_tokens, 32)] and batch.trained_tokens < batch.slots
+    assert forward_logits(model, batch).shape == (1, batch.slots, 320), "without labels it is the ordinary head"
+    remove_loss_head(model)
+    assert loss_head(model) is None
+
+
+def test_a_batch_without_any_label_gives_zero_gradients_everywhere():
+    from dataclasses import replace
+
+    model = small()
+    install_loss_head(model, chunked_linear_loss)
+    batch = _batch(320)
+    empty = replace(batch, labels=torch.full_like(batch.labels, IGNORE), trained_tokens=0)
+    forward_loss(model, empty).loss.backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_a_head_that_is_no_plain_linear_is_left_alone_with_the_reason():
+    from headway.config.model import LoraConfig
+    from headway.model.lora import apply_lora
+
+    model = apply_lora(small(tie_word_embeddings=False), LoraConfig(targets=["lm_head"]), seed=0)
+    assert "not a plain linear layer" in str(why_no_loss_head(model))
+    assert why_no_loss_head(apply_lora(small(), LoraConfig(), seed=0)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [48, 65])
+def test_lean_norm_equals_the_plain_one(dtype, width):
+    class LlamaRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), 1e-6
+
+        def forward(self, x):
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.variance_epsilon)
+            return self.weight * wide.to(x.dtype)
+
+    case = norm.norm_case(LlamaRMSNorm().to(dtype), 37, dtype, CPU)
+    found = {r.name: r for r in choose(case, 9).results}
+    assert not found["lean"].wrong and not found["torch"].wrong and found["lean"].gradient_error < 2e-2
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128])
+def test_lean_rotary_and_gate_equal_the_plain_ones(head_dim):
+    model = small(head_dim=head_dim, num_attention_heads=4, num_key_value_heads=1)
+    attention = rotary.rotary_attentions_of(model)[0]
+    found = choose(rotary.rotary_case(attention, (4, 1), head_dim, 33, torch.float32, CPU), 9)
+    assert [r.wrong for r in found.results if r.error is not None] == [False, False]
+    found = choose(glu.gate_case(glu.gated_mlps_of(model)[0], 33, torch.float32, CPU), 9)
+    assert [r.wrong for r in found.results if r.error is not None] == [False, False]
+
+
+def test_other_models_of_the_class_keep_their_code():
+    first, second = small(), small()
+    rotary.use_rotary(rotary.rotary_attentions_of(first), "lean")
+    norm.use_norm(norm.norms_of(first), "lean")
+    assert "forward" in first.model.norm.__dict__ and "forward" not in second.model.norm.__dict__
+    assert type(first.model.layers[0].self_attn).forward is type(second.model.layers[0].self_attn).forward
+
+
+def faulty_case(run, rows=40):
+    def inputs(count):
+        return (torch.linspace(-1, 1, count * 3).reshape(count, 3).requires_grad_(),)
+
+    return Case("thing", "3", [Candidate("eager", torch.sin), Candidate("other", run)], inputs, rows, rows)
+
+
+def one_row(x):
+    out = torch.sin(x)
+    return torch.cat([out[:-1], out[-1:] * 1.01])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        one_row,
+        lambda x: torch.sin(x) * math.nan,
+        lambda x: torch.sin(x).detach() + 0 * x,
+        lambda x: torch.sin(x)[:-1],
+        lambda x: 1 / 0,
+    ],
+    ids=["one row off by 1 %", "NaN", "no gradient", "a lost row", "a crash"],
+)
+def test_planted_faults_are_found_and_named(run):
+    choice = choose(faulty_case(run), 9)
+    assert choice.chosen == "eager" and choice.results[1].wrong
+    assert "is wrong" in choice.results[1].reason or "fails: ZeroDivisionError" in choice.results[1].reason
+
+
+def test_a_right_candidate_is_not_called_wrong():
+    assert not choose(faulty_case(lambda x: torch.sin(x.double()).float()), 9).results[1].wrong
+
+
+def test_choices_are_kept_by_shape_and_a_damaged_file_is_measured_again():
+    model = small()
+    first = measure_kernels(model, SETTING, budget=9)
+    again = measure_kernels(model, SETTING, budget=9)
+    assert not any(c.cached for c in first.choices) and all(c.cached for c in again.choices)
+    assert [c.chosen for c in first.choices] == [c.chosen for c in again.choices]
+    assert "earlier" in again.summary()
+    other = Setting(64, 0.5, torch.float32, CPU, "cpu: test")
+    assert not all(c.cached for c in measure_kernels(model, other, budget=9).choices)
+    cache_path().write_text(json.dumps({"x": {"results": 3}})[:-3])
+    assert cached_choice("x") is None and not any(c.cached for c in measure_kernels(model, SETTING, budget=9).choices)
+
+
+def test_without_time_everything_stays_plain_and_says_so():
+    measured = measure_kernels(small(), SETTING, budget=0.0)
+    assert {c.chosen for c in measured.choices} == {"eager"}
+    assert all(
+        "time for choosing" in r.reason for c in measured.choices for r in c.results if r.name in ("lean", "chunked")
+    )
