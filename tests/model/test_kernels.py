@@ -40,7 +40,7 @@ def gradients(model, use=forward_loss):
     model.zero_grad()
     loss = use(model, _batch(320))
     loss.loss.backward()
-    return float(loss.loss), float(loss.nll_sum), torch.cat([p.grad.flatten() for p in model.parameters()])
+    return float(loss.loss.detach()), float(loss.nll_sum), torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def plain(model, batch):

@@ -39,11 +39,11 @@ def test_fused_and_plain_runs_have_the_same_losses_and_gradient_norms(tmp_path, 
     )
 
 
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_two_ranks_use_what_rank_0_chose(tmp_path, fsdp):
+@pytest.mark.parametrize("layout", ["parallel.fsdp=2", "parallel.replicate=2"])
+def test_two_ranks_use_what_rank_0_chose(tmp_path, layout):
     path = run_file(tmp_path, train={"steps": 3})
     run(path, "name=plain")
-    run(path, "name=fused", "model.fuse=auto", "parallel.ranks=2", f"parallel.fsdp={fsdp}")
+    run(path, "name=fused", "model.fuse=auto", "parallel.ranks=2", layout)
     for (one, norm), (other, other_norm) in zip(values(path, "plain"), values(path, "fused"), strict=True):
         assert other == pytest.approx(one, rel=2e-5) and other_norm == pytest.approx(norm, rel=1e-4)
 

@@ -98,9 +98,9 @@ class ModelConfig(Section):
     )
     fuse: Literal["none", "auto"] = Field(
         default="none",
-        description="Kernels between the model's matrix products, and head and loss as one: `auto` compares every "
-        "candidate with a wide reference on this run's shapes and takes the fastest that is right (up to 15 s at the "
-        "first start, then remembered); `none` is the plain computation that everything else is held against.",
+        description="Kernels between matrix products, and head and loss as one: `auto` checks every candidate on this "
+        "run's shapes and takes the fastest that is right (up to 15 s, then remembered); none because it is the plain "
+        "reference.",
     )
     trust_remote_code: bool = Field(
         default=False,

@@ -19,8 +19,8 @@ ROUNDS = 3
 HOPELESS = 3.0
 """A candidate this many times slower than the best at the check's size is not timed at full size."""
 FLOAT64_ELEMENTS = 1 << 22
-COMPILE_SECONDS = 10.0
-"""Budget that must be left before a candidate that compiles is tried."""
+COMPILE_SECONDS = {"cpu": 30.0, "cuda": 6.0}
+"""Time that must be left before a candidate that compiles is tried; on a CPU only `headway bench kernels` has it."""
 
 
 def choose(case: Case, budget: float) -> Choice:
@@ -121,7 +121,7 @@ def _check(
 ) -> Result:
     if reason := candidate.cannot():
         return Result(candidate.name, reason=reason)
-    if candidate.compiles and time.monotonic() + COMPILE_SECONDS > deadline:
+    if candidate.compiles and time.monotonic() + COMPILE_SECONDS[inputs_device(case.inputs(1))] > deadline:
         return Result(candidate.name, reason="not measured: compiling it would pass the time for choosing")
     plain = candidate is case.candidates[0]
     if not plain and time.monotonic() > deadline:
