@@ -7,8 +7,8 @@ import json
 import pytest
 
 from headway.record.folder import RunFolder
-from train.running import history, run
 from tiny import run_file
+from train.running import history, run
 
 
 @pytest.fixture(autouse=True)

@@ -18,12 +18,12 @@ from headway.data.batch import Batch
 from headway.data.global_batch import Position
 from headway.data.split import split_batch
 from headway.guard.process_group import control
+from headway.model import forward as forward_module
 from headway.model.load import load_model
 from headway.model.recompute import set_recompute
 from headway.parallel.mesh import Layout, build_mesh
 from headway.parallel.out_of_memory import Collectives
 from headway.parallel.wrap import wrap
-from headway.train import step as step_module
 from headway.train.agreement import first_failure
 from headway.train.clock import StepClock
 from headway.train.memory import Fit
@@ -122,14 +122,14 @@ class _Counted(list[Batch]):
 
 
 def _plant_in_loss(fault: Fault) -> None:
-    original: Callable[..., Any] = step_module.loss_sum
+    original: Callable[..., Any] = forward_module.loss_sum
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if fault.at == "loss" and fault.due():
             fault.raise_it()
         return original(*args, **kwargs)
 
-    step_module.loss_sum = failing  # type: ignore[attr-defined]
+    forward_module.loss_sum = failing  # type: ignore[attr-defined]
 
 
 PLACES = [
@@ -142,10 +142,10 @@ PLACES = [
 def several(rank: int, kind: str) -> dict[str, Any]:
     """Every place in one process group: each leaves it fit for the next."""
     gc.freeze()  # freeing memory collects garbage, and the parent process left much to look through
-    original = step_module.loss_sum
+    original = forward_module.loss_sum
     found: dict[str, Any] = {"none": curve(rank, kind, None)}
     for at, micro in PLACES:
-        step_module.loss_sum = original  # type: ignore[attr-defined]
+        forward_module.loss_sum = original  # type: ignore[attr-defined]
         found[at] = curve(rank, kind, at, micro)
     return found
 
