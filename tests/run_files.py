@@ -107,7 +107,7 @@ _TOGETHER = {
     "version", "name", "out", "model.path", "model.config", "data.sources", "data.seq_len", "data.slots", "train.steps",
     "train.epochs", "train.tokens", "train.global_batch_tokens", "train.global_batch_sequences", "optim.betas",
     "schedule.warmup", "schedule.decay", "parallel.ranks", "parallel.fsdp", "parallel.tp", "parallel.pp", "parallel.cp",
-    "parallel.ep", "eval.every", "eval.data", "eval.holdout",
+    "parallel.ep", "eval.every", "eval.at_start", "eval.data", "eval.holdout",
 }  # fmt: skip
 
 
@@ -123,14 +123,14 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
     flat["data.seq_len"] = seq_len = draw(st.integers(2, 10_000))
     flat["data.slots"] = slots = seq_len + draw(st.integers(0, 1000))
     length = draw(st.sampled_from(["steps", "epochs", "tokens"]))
-    flat[f"train.{length}"] = draw(st.integers(1, 10**12))
+    flat[f"train.{length}"] = draw(st.integers(1, 10_000))
     unit = seq_len if flat.get("data.pack") == "none" else slots
     flat |= draw(st.sampled_from([{}, {"train.global_batch_tokens": 7 * unit}, {"train.global_batch_sequences": 3}]))
     flat["optim.lr"] = draw(st.floats(0, 1, exclude_min=True))
     flat["optim.betas"] = draw(st.tuples(st.floats(0, 0.99), st.floats(0, 0.99)))
     flat["schedule.warmup"], flat["schedule.decay"] = draw(FRACTION), draw(FRACTION)
     flat |= draw(st.sampled_from([{}, {"parallel.ranks": flat.get("parallel.replicate", 1)}, {"parallel.fsdp": 2}]))
-    held_out = st.sampled_from([{}, {"eval.holdout": 5, "eval.every": 3}]) | st.builds(
+    held_out = st.sampled_from([{}, {"eval.holdout": 5, "eval.every": 3, "eval.at_start": True}]) | st.builds(
         lambda source: {"eval.data": [source], "eval.every": 9}, SOURCE
     )
     flat |= draw(held_out)

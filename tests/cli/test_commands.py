@@ -47,6 +47,8 @@ def test_help_is_there_and_has_an_example(capsys: pytest.CaptureFixture[str], co
         (["report", "nowhere"], "no such folder"),
         (["checkpoint", "list", "nowhere"], "no such folder"),
         (["data", "inspect", "nowhere"], "nowhere"),
+        (["data", "inspect", "x", "--show", "-1"], "--show"),
+        (["data", "prepare", "x.jsonl", "--tokenizer", "t", "--out", "o", "--workers", "-2"], "--workers"),
         (["data", "prepare", "nowhere.jsonl", "--tokenizer", "t", "--out", "o"], "nowhere.jsonl"),
     ],
 )

@@ -92,6 +92,12 @@ def test_duplicate_keys_are_what_plain_pyyaml_lets_through() -> None:
     assert "given twice" in refusal(text=planted)
 
 
+def test_a_handful_of_aliases_that_mean_billions_of_values_is_refused() -> None:
+    levels = [f"l{n}: &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in range(1, 10)]
+    bomb = "{model_type: llama, l0: &l0 [0, 0], " + ", ".join(levels) + "}"
+    assert "more than 100000 values" in refusal(text=LEAST.replace("path: ./m", f"config: {bomb}"))
+
+
 def test_an_anchor_can_be_used_elsewhere() -> None:
     text = LEAST.replace("[a.jsonl]", "&s [a.jsonl]") + "eval:\n  data: *s\n  every: 5\n"
     run = config(text=text)

@@ -162,6 +162,7 @@ def test_text() -> None:
             r"\[2\]: the assistant turn",
         ),
         ("messages", {"messages": [{"role": "user", "content": 5}]}, "neither text nor a list"),
+        ("messages", {"messages": turns(("user", "a"), ("assitant", "b"))}, "did you mean 'assistant'"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
         ("messages", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "no function name"),
         ("messages", {"messages": turns(("user", "a")), "tools": "{"}, "'tools' is text that is not JSON"),
@@ -213,3 +214,9 @@ def test_no_record_makes_the_reader_crash(fmt: str, key: str, value: Any, tools:
         assert len(sample.trained) == len(sample.messages)
         assert all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in sample.messages)
         json.dumps(sample.messages)
+
+
+def test_roles_in_other_letters_are_the_same_and_own_roles_are_kept() -> None:
+    said = turns(("System", "s"), ("Human", "a"), ("GPT", "b"), ("critic", "c"), ("user_2", "d"))
+    parsed = parse_record("messages", {"messages": said}, chat_template=True)
+    assert [message["role"] for message in parsed.messages] == ["system", "user", "assistant", "critic", "user_2"]

@@ -336,6 +336,19 @@ def test_something_else_in_the_way_is_never_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "thesis.txt").exists()
 
 
+def test_files_beside_shards_are_kept_when_the_shards_are_made_again(tmp_path: Path) -> None:
+    source, out = chats(tmp_path / "c.jsonl", 2), tmp_path / "s"
+    prepare(source, out, TOKENIZER, workers=1)
+    (out / "notes.txt").write_text("mine")
+    assert prepare(source, out, TOKENIZER, workers=1).reused
+    chats(tmp_path / "c.jsonl", 3)
+    with pytest.raises(UserError, match=r"notes.txt beside them is not theirs"):
+        prepare(source, out, TOKENIZER, workers=1)
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "notes.txt").unlink()
+    assert prepare(source, out, TOKENIZER, workers=1).totals.documents == 3
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

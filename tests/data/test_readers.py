@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -371,3 +372,9 @@ def test_real_files(shared: Path, name: str, fmt: str, count: int) -> None:
     assert reader.format == fmt and len(found) == count
     for _, record in found:
         parse_record(fmt, record, chat_template=True)
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(UserError, match="not a regular file"):
+        expand([tmp_path / "pipe.jsonl"])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.account.errors import Refused
+from headway.account.errors import Refused, UserError
 from headway.guard.fingerprint import refuse_changed
 
 SAVED = {
@@ -50,7 +50,12 @@ def test_allowed_differences_are_returned_and_the_others_still_refused() -> None
         refuse_changed(SAVED, now, allow={"data"})
     assert "optim.lr" in str(caught.value) and "seq_len" not in str(caught.value)
     with pytest.raises(Refused):
-        refuse_changed(SAVED, now, allow={"dat", "optim"})  # a key allows what is below it, not what starts like it
+        refuse_changed(SAVED | {"dat": 1}, now | {"dat": 1}, allow={"dat", "optim"})  # not what only starts like it
+
+
+def test_a_misspelt_permission_is_an_error_not_a_permission_for_nothing() -> None:
+    with pytest.raises(UserError, match=r"data\.seqlen is no key that a resume compares; did you mean data\.seq_len"):
+        refuse_changed(SAVED, SAVED, allow={"data.seqlen"})
 
 
 def test_look_alikes_are_differences() -> None:

@@ -158,3 +158,13 @@ def test_a_hybrid_model_is_refused_by_name(tmp_path: Path) -> None:
     }
     refused = run(run_file(tmp_path, model={"config": config() and hybrid}), expect=2)
     assert "Mamba" in refused.err or "mamba" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("train.epochs=1e9", "train.epochs"), ("train.tokens=10000000000000", "passes over the data")],
+)
+def test_a_length_that_nobody_means_is_refused_at_once(tmp_path: Path, override: str, said: str) -> None:
+    path = run_file(tmp_path, train={"steps": None, "epochs": 1})
+    overrides = [override] if "epochs" in override else ["train.epochs=null", override]
+    assert said in run(path, *overrides, expect=2).err

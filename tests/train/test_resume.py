@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from headway.record.folder import RunFolder
 from tiny import make_chats, run_file
 from train.running import command, environment, history, losses, run
 
@@ -113,6 +116,9 @@ def test_other_data_or_length_is_refused_with_the_difference(tmp_path: Path) -> 
     run(path)
     refused = run(path, "data.seq_len=100", expect=2)
     assert "data.seq_len: 128 → 100" in refused.err and "Traceback" not in refused.err
+    assert "isolation" not in refused.out, "refused before minutes go into a model"
+    refused = run(path, "data.seq_len=100", "checkpoint.allow=[data.seqlen]", expect=2)
+    assert "data.seqlen is no key that a resume compares; did you mean data.seq_len?" in refused.err
     make_chats(tmp_path / "chats.jsonl", count=61, seed=1)
     refused = run(path, expect=2)
     assert "content of data source 0" in refused.err
@@ -130,3 +136,27 @@ def test_a_finished_run_has_nothing_left_and_loses_nothing(tmp_path: Path) -> No
     again = history(path)
     assert losses(path) == [line.loss.hex() for line in told.kept if line.loss is not None]
     assert len(again.sessions) == 2 and not again.lost
+
+
+def test_eight_bit_adam_resumes_bitwise(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    big = {"model": {"config": {**_with_dropout(), "vocab_size": 320, "hidden_size": 64}}}  # 8 bits hold large tensors only
+    path = run_file(tmp_path, train={"steps": 6}, optim={"name": "adamw8bit"}, **big)
+    run(path, "name=whole8")
+    run(path, "name=parts8", "checkpoint.every=3")
+    removed = RunFolder(path.parent / "runs" / "parts8").checkpoints / "step-00000006.g0002"
+    assert removed.is_dir()
+    shutil.rmtree(removed)
+    run(path, "name=parts8", "checkpoint.every=3")
+    assert history(path, "parts8").sessions[-1].start.resumed_from == 3
+    assert losses(path, "parts8") == losses(path, "whole8")
+
+
+def test_an_evaluation_before_the_first_step_is_of_the_model_as_loaded(tmp_path: Path) -> None:
+    path = run_file(tmp_path, train={"steps": 2}, eval={"holdout": 4, "at_start": True})
+    done = run(path)
+    assert [line.step for line in history(path).evals] == [0, 2] and "at step 0 →" in done.out
+    first = history(path).evals[0].nll
+    assert abs(first - math.log(320)) < 0.1, "random weights know nothing: the loss is that of a uniform guess"
+    run(path)
+    assert [line.step for line in history(path).evals][:2] == [0, 2], "a resume does not begin again"

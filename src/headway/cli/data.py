@@ -27,9 +27,9 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Folder for the shards.")],
     format: Annotated[str, typer.Option(help="How documents are written; auto detects it per file.")] = "auto",
     labels: Annotated[str, typer.Option(help="Train all assistant turns, or the last.")] = "all",
-    max_bad: Annotated[float, typer.Option(help="Share of bad records above which it is an error.")] = 0.01,
+    max_bad: Annotated[float, typer.Option(min=0, max=1, help="Share of bad records above which it is an error.")] = 0.01,
     chat_template: Annotated[str | None, typer.Option(help="Jinja file in place of the tokenizer's template.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes (default: one a core).")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")] = None,
     json: Json = False,
 ) -> None:
     """Turn chats or text into tokens, labels and shards. Idempotent; resumes after a kill.
@@ -53,9 +53,9 @@ def prepare(
 @app.command()
 def inspect(
     shards: Annotated[Path, typer.Argument(help="A folder of shards.")],
-    show: Annotated[int, typer.Option(help="Samples to print, trained tokens highlighted.")] = 0,
+    show: Annotated[int, typer.Option(min=0, help="Samples to print, trained tokens highlighted.")] = 0,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, where it has moved.")] = None,
-    seq_len: Annotated[int | None, typer.Option(help="Also count what is overlong at this length.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=1, help="Also count what is overlong at this length.")] = None,
     json: Json = False,
 ) -> None:
     """Show what a folder of shards holds, and samples as training will see them.

@@ -16,6 +16,11 @@ class EvalConfig(Section):
         ge=1,
         description="Optimizer steps between evaluations; null evaluates once, after the last step.",
     )
+    at_start: bool = Field(
+        default=False,
+        description="Evaluate before the first step too, so that the first number is the model's that was loaded; "
+        "off because it lengthens the start.",
+    )
     data: Sources | None = Field(
         default=None,
         description="Where held-out documents come from, written like data.sources; null has none of its own.",
@@ -41,6 +46,10 @@ class EvalConfig(Section):
         if self.every is not None and not self.enabled:
             raise fault(
                 "eval.every", "there is nothing to evaluate on; set eval.data (files) or eval.holdout (documents)"
+            )
+        if self.at_start and not self.enabled:
+            raise fault(
+                "eval.at_start", "there is nothing to evaluate on; set eval.data (files) or eval.holdout (documents)"
             )
         return self
 

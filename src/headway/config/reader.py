@@ -23,6 +23,9 @@ from headway.config.yaml_text import NULL, entries, line_of, scalar_value
 _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
+_MOST_VALUES = 100_000
+
+
 @dataclass
 class Reader:
     """Reads nodes of one text: `kind` and `place` (of a line) say where values come from, paths start from `base`."""
@@ -31,6 +34,7 @@ class Reader:
     place: Callable[[int], str]
     base: Path
     _open: set[int] = field(default_factory=set)
+    _values: int = 0
 
     def origin(self, node: Node) -> Origin:
         return Origin(self.kind, self.place(line_of(node)))
@@ -73,6 +77,9 @@ class Reader:
             yield name, key_node, value_node
 
     def _value(self, node: Node, annotation: Any, key: str, origins: dict[str, Origin], path: PathKind | None) -> Any:
+        self._values += 1
+        if self._values > _MOST_VALUES:  # a dozen lines of aliases of aliases can mean billions of values
+            raise UserError(f"{self.origin(node)}: {key}: more than {_MOST_VALUES} values; write the file without aliases")
         if isinstance(node, ScalarNode):
             return self._scalar(node, annotation, key, path)
         if node.tag not in _COLLECTIONS:

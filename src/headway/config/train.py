@@ -40,6 +40,7 @@ class TrainConfig(Section):
     epochs: float | None = Field(
         default=None,
         gt=0,
+        le=10_000,
         description="Length of the training in passes over the data; fractions are allowed.",
         json_schema_extra=marks(identity=True),
     )

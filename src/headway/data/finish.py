@@ -101,11 +101,26 @@ def _manifest(
 
 def _remove_strays(partial: Path, manifest: Manifest) -> None:
     """Remove what an earlier, killed run left and this one did not write: shards past the end, temporary files."""
-    kept = {manifests.NAME, manifests.REJECTED, TOKENIZER, PLAN}
-    kept |= {part_path(partial, shard.name, part).name for shard in manifest.shards for part in shard.parts}
+    kept = _ours(partial, manifest)
     for file in partial.iterdir():
         if file.is_file() and file.name not in kept:
             file.unlink()
+
+
+def check_replaceable(folder: Path, manifest: Manifest) -> None:
+    """A published folder is replaced whole, so that whatever else lies in it would go. Raises UserError then."""
+    ours = _ours(folder, manifest)
+    foreign = sorted(entry.name for entry in folder.iterdir() if entry.name not in ours)
+    if foreign:
+        raise UserError(
+            f"{folder}: the shards are out of date, and {foreign[0]} beside them is not theirs and would be lost; "
+            "move it away, or choose another --out"
+        )
+
+
+def _ours(folder: Path, manifest: Manifest) -> set[str]:
+    parts = {part_path(folder, shard.name, part).name for shard in manifest.shards for part in shard.parts}
+    return parts | {manifests.NAME, manifests.REJECTED, TOKENIZER, PLAN}
 
 
 def _write_rejected(partial: Path, records: list[UnitRecord]) -> FileHash:

@@ -20,7 +20,7 @@ from typing import Any
 from headway.account.errors import UserError
 from headway.data import folder as folders
 from headway.data import manifest as manifests
-from headway.data.finish import check_rejected, publish, warnings_of
+from headway.data.finish import check_rejected, check_replaceable, publish, warnings_of
 from headway.data.job import Job, reasons_to_rebuild, size_of, start_partial
 from headway.data.manifest import Totals
 from headway.data.options import PrepareOptions, PrepareReport, Progress
@@ -84,6 +84,7 @@ def prepare(
             if not reasons:
                 check_rejected(manifest.totals, options.max_bad, target / manifests.REJECTED, job.paths)
                 return run.report(manifest, reasons, foreign, reused=True)
+            check_replaceable(target, manifest)
         run.reasons = tuple(reasons)
         with folders.full_disk(target, job.partial):
             folders.check_space(target, job.partial, total)

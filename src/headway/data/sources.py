@@ -73,6 +73,9 @@ def expand(sources: Iterable[str | Path]) -> tuple[list[Source], list[Path]]:
 
 
 def _file(path: Path) -> Source:
+    if not path.is_file():
+        # A pipe or device is read once and has no size; opening a pipe that nobody writes waits for ever.
+        raise UserError(f"{path}: not a regular file; save what it gives to a file first")
     source = _known(path)
     if source is None:
         raise UserError(

@@ -6,6 +6,7 @@ A message has ``role`` and ``content`` (a string, or absent beside tool calls) a
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 import orjson
@@ -31,6 +32,8 @@ ROLES = {
 
 _PLAIN = frozenset({"system", "user", "assistant"})
 
+_KNOWN = frozenset(ROLES) | _PLAIN | {"tool", "developer"}
+
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -51,7 +54,7 @@ def parse_turn(turn: Any) -> tuple[dict[str, Any], bool]:
     if spoken == "function_call":
         message: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": _calls(_json(value, spoken))}
     else:
-        message = {"role": ROLES.get(spoken, spoken)}
+        message = {"role": _role(spoken)}
         _set_content(message, value)
     for key in _REASONING_KEYS:
         if isinstance(turn.get(key), str) and turn[key]:
@@ -69,6 +72,20 @@ def parse_turn(turn: Any) -> tuple[dict[str, Any], bool]:
             raise BadRecord(f"the {message['role']} turn has no content")
         message["content"] = ""
     return message, turn.get("weight") != 0
+
+
+def _role(spoken: str) -> str:
+    """Raises BadRecord for what looks like a misspelt role: as a role of its own, none of its turns would be trained.
+
+    Others are kept: which roles there are is the template's matter.
+    """
+    lowered = spoken.lower()
+    if lowered in _KNOWN:
+        return ROLES.get(lowered, lowered)
+    near = difflib.get_close_matches(lowered, _KNOWN, n=1, cutoff=0.8)
+    if near and not lowered[-1].isdigit():  # user_2 is somebody
+        raise BadRecord(f"role {spoken!r} is not known; did you mean {near[0]!r}?")
+    return spoken
 
 
 def parse_tools(tools: Any) -> list[dict[str, Any]] | None:

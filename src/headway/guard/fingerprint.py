@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Iterator
 from typing import Any
 
-from headway.account.errors import Refused
+from headway.account.errors import Refused, UserError
 
 _ABSENT = "(absent)"
 _SHOWN = 60
@@ -18,9 +19,12 @@ def refuse_changed(saved: dict[str, Any], now: dict[str, Any], *, allow: set[str
     Returns the differences that were allowed, each as "key: saved → now", so that the caller can record them.
     `allow` is True (everything), or a set of dotted keys; a key allows everything below it.
 
-    Raises Refused, one line listing every difference that is not allowed.
+    Raises Refused, one line listing every difference that is not allowed; UserError for a key in `allow` that neither
+    side has, because a misspelt one would allow nothing without a word.
     """
     old, new = dict(_leaves(_as_json(saved))), dict(_leaves(_as_json(now)))
+    if not isinstance(allow, bool):
+        _check_names(allow, old.keys() | new.keys())
     changed = [
         key for key in sorted(old.keys() | new.keys()) if not _same(old.get(key, _ABSENT), new.get(key, _ABSENT))
     ]
@@ -55,6 +59,14 @@ def _allowed(key: str, allow: set[str] | bool) -> bool:
     if isinstance(allow, bool):
         return allow
     return any(key == one or key.startswith(f"{one}.") for one in allow)
+
+
+def _check_names(allow: set[str], keys: set[str]) -> None:
+    sections = {key[:end] for key in keys for end, sign in enumerate(key) if sign == "."}
+    for name in sorted(allow - keys - sections):
+        near = difflib.get_close_matches(name, sorted(keys | sections), n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"checkpoint.allow: {name} is no key that a resume compares{meant}")
 
 
 def _line(key: str, old: dict[str, Any], new: dict[str, Any]) -> str:

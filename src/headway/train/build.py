@@ -120,6 +120,7 @@ def _build(
         view, stream = _data(config, place, say, (lambda text: None) if told else say)
         steps = total_steps(config, stream)
         _check_schedule(config, steps)
+        resuming.refuse_early(config, stream, store, ref)
     with run_clock.phase("startup.model"):
         model, replicas, optimizers, kernels = _model(config, place, view, say)
     identity = resuming.run_identity(config, stream, model.config.to_dict(), model.base_digest)

@@ -17,6 +17,8 @@ from headway.data.view import View, ViewOptions, Weighted
 
 Say = Callable[[str], None]
 
+_MOST_EPOCHS = 10_000  # each is planned before the first step, to know the length of the schedule
+
 
 def prepare_sources(config: RunConfig, say: Say) -> None:
     """Prepares every source (training and evaluation) that is not prepared yet; verifies every shard by its hash."""
@@ -113,6 +115,10 @@ def total_steps(config: RunConfig, stream: Stream) -> int:
 def _steps_for_tokens(stream: Stream, tokens: int) -> int:
     """Steps until `tokens` real tokens have passed: whole epochs at once, the last one step by step."""
     steps, left, epoch = 0, tokens, 0
+    if tokens > _MOST_EPOCHS * (first := stream.efficiency(0).tokens):
+        raise UserError(
+            f"train.tokens={tokens} is more than {_MOST_EPOCHS} passes over the data ({first} tokens a pass); lower it"
+        )
     while (in_epoch := stream.efficiency(epoch).tokens) < left:
         steps, left, epoch = steps + stream.steps_in_epoch(epoch), left - in_epoch, epoch + 1
     for batch in stream.epoch(epoch):

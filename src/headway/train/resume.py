@@ -55,6 +55,18 @@ def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any]
     return {**settings, **stream.fingerprint_parts(), **step, "architecture": architecture}
 
 
+_KNOWN_LATE = ("architecture", "frozen base weights")
+
+
+def refuse_early(config: RunConfig, stream: Stream, store: CheckpointStore, ref: CheckpointRef | None) -> None:
+    """Refuses what settings and data alone tell, before minutes go into loading a model. Raises Refused."""
+    if ref is None:
+        return
+    saved = store.read_meta(ref)["identity"]
+    late = {key: saved[key] for key in _KNOWN_LATE if key in saved}
+    refuse_changed(saved, {**run_identity(config, stream, {}, ""), **late}, allow=set(config.checkpoint.allow))
+
+
 def run_id(folder: RunFolder) -> str:
     """The run's own name, made once and kept in the run folder; the same on every rank."""
     return control().on_main(lambda: _run_id(folder), UserError, (OSError, UserError))

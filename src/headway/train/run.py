@@ -76,6 +76,8 @@ class Run:
         gc.freeze()
         gc.disable()
         self.reporter.tell(self.session_start)
+        if self.config.eval.at_start and self.step == 0:
+            self.evaluate()
 
     def has_steps_left(self) -> bool:
         return self.step < self.total_steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from rich.console import Group, RenderableType
 from rich.constrain import Constrain
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headway.account.account import Account
+from headway.account.events import EvalLine
 from headway.account.tree import STEP, UNACCOUNTED
 from headway.account.waterfall import Waterfall
 from headway.watch import format as fmt
@@ -72,9 +73,7 @@ def facts(summary: Summary) -> Iterator[tuple[str, str]]:
         mean = f"mean of the last {summary.last_loss_steps}" if summary.last_loss_steps > 1 else "last step"
         yield "loss", f"nll {fmt.loss(summary.first_loss)} → {fmt.loss(summary.last_loss)} ({mean})"
     if summary.evals:
-        best = min(summary.evals, key=lambda line: line.nll)
-        end = summary.evals[-1]
-        yield "evaluation", f"nll {fmt.loss(end.nll)} at step {end.step:,}, best {fmt.loss(best.nll)} at {best.step:,}"
+        yield "evaluation", _evaluations(summary.evals)
     if use.mfu is None:
         yield "MFU", f"unknown: {use.reason}"
     else:
@@ -89,6 +88,16 @@ def facts(summary: Summary) -> Iterator[tuple[str, str]]:
     yield from _losses_of_work(summary)
     if summary.account_cost is not None:
         yield "account", f"cost {_small_percent(summary.account_cost)} of the wall clock"
+
+
+def _evaluations(evals: Sequence[EvalLine]) -> str:
+    """From the first to the last, and the best where that is another."""
+    first, last = evals[0], evals[-1]
+    best = min(evals, key=lambda line: line.nll)
+    text = f"nll {fmt.loss(last.nll)} at step {last.step:,}"
+    if len(evals) > 1:
+        text = f"nll {fmt.loss(first.nll)} at step {first.step:,} → {fmt.loss(last.nll)} at step {last.step:,}"
+    return text if best.nll == last.nll else f"{text}, best {fmt.loss(best.nll)} at {best.step:,}"
 
 
 def _losses_of_work(summary: Summary) -> Iterator[tuple[str, str]]:
