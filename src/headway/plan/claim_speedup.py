@@ -58,8 +58,11 @@ def check_speedup(claim: Claim) -> Iterator[Finding]:
     if "tokens_per_s" in claim.after:
         real = claim.after["tokens_per_s"] * claim.after["seconds"]
         kept = real / tokens
-        verdict = "fits" if kept <= 1.02 else "does not fit"
-        yield Finding("tokens after", verdict, f"{real / 1e6:.1f} M, {kept:.0%} of those before: the rest was padding")
+        yield Finding(
+            "tokens after",
+            "fits" if kept <= 1.02 else "does not fit",
+            f"{real / 1e6:.1f} M, {kept:.0%} of those before: the rest was padding",
+        )
     rows = ends(claim)
     for row in rows:
         yield _row(row, gain)

@@ -171,8 +171,8 @@ def _tensor_parallel(claim: Claim) -> Iterator[Finding]:
     halved = ratio * after / before
     says = (
         f"a ring moves (n-1)/n of a message, ({after}-1)/{after} over ({before}-1)/{before} = {ratio:.2f} times "
-        f"as much; if the pipeline gives up what TP takes (PP {after // before} times shallower, so as many times the layers "
-        f"on a GPU) {halved:.2f}; claimed {found['ratio']:g}"
+        f"as much; if the pipeline gives up what TP takes (PP {after // before} times shallower, so as many times the "
+        f"layers on a GPU) {halved:.2f}; claimed {found['ratio']:g}"
     )
     near = abs(found["ratio"] / expected - 1) <= 0.05
     note = "" if near else f": {expected:.2f} with the same pipeline"
