@@ -16,8 +16,30 @@ def trace_text() -> bytes:
     events = []
     for step in range(60):
         at = 1000 + step * 50
-        events.append({"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": at, "dur": 5, "args": {"correlation": step}})
-        events.append({"ph": "X", "cat": "kernel", "name": "gemm<{lambda()#1}, {x}>", "pid": 0, "tid": 7, "ts": at + 9.5, "dur": 20.25, "args": {"correlation": step, "device": 0, "stream": 7}})
+        events.append(
+            {
+                "ph": "X",
+                "cat": "cuda_runtime",
+                "name": "cudaLaunchKernel",
+                "pid": 1,
+                "tid": 1,
+                "ts": at,
+                "dur": 5,
+                "args": {"correlation": step},
+            }
+        )
+        events.append(
+            {
+                "ph": "X",
+                "cat": "kernel",
+                "name": "gemm<{lambda()#1}, {x}>",
+                "pid": 0,
+                "tid": 7,
+                "ts": at + 9.5,
+                "dur": 20.25,
+                "args": {"correlation": step, "device": 0, "stream": 7},
+            }
+        )
     return json.dumps({"schemaVersion": 1, "traceEvents": events}, indent=1).encode()
 
 

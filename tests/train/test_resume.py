@@ -140,7 +140,9 @@ def test_a_finished_run_has_nothing_left_and_loses_nothing(tmp_path: Path) -> No
 
 def test_eight_bit_adam_resumes_bitwise(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    big = {"model": {"config": {**_with_dropout(), "vocab_size": 320, "hidden_size": 64}}}  # 8 bits hold large tensors only
+    big = {
+        "model": {"config": {**_with_dropout(), "vocab_size": 320, "hidden_size": 64}}
+    }  # 8 bits hold large tensors only
     path = run_file(tmp_path, train={"steps": 6}, optim={"name": "adamw8bit"}, **big)
     run(path, "name=whole8")
     run(path, "name=parts8", "checkpoint.every=3")

@@ -27,7 +27,9 @@ def prepare(
     out: Annotated[Path, typer.Option(help="Folder for the shards.")],
     format: Annotated[str, typer.Option(help="How documents are written; auto detects it per file.")] = "auto",
     labels: Annotated[str, typer.Option(help="Train all assistant turns, or the last.")] = "all",
-    max_bad: Annotated[float, typer.Option(min=0, max=1, help="Share of bad records above which it is an error.")] = 0.01,
+    max_bad: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of bad records above which it is an error.")
+    ] = 0.01,
     chat_template: Annotated[str | None, typer.Option(help="Jinja file in place of the tokenizer's template.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes (default: one a core).")] = None,
     json: Json = False,

@@ -79,7 +79,9 @@ class Reader:
     def _value(self, node: Node, annotation: Any, key: str, origins: dict[str, Origin], path: PathKind | None) -> Any:
         self._values += 1
         if self._values > _MOST_VALUES:  # a dozen lines of aliases of aliases can mean billions of values
-            raise UserError(f"{self.origin(node)}: {key}: more than {_MOST_VALUES} values; write the file without aliases")
+            raise UserError(
+                f"{self.origin(node)}: {key}: more than {_MOST_VALUES} values; write the file without aliases"
+            )
         if isinstance(node, ScalarNode):
             return self._scalar(node, annotation, key, path)
         if node.tag not in _COLLECTIONS:
