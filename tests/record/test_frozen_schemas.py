@@ -22,6 +22,7 @@ KINDS = [
     events.Quarantined,
     events.Flops,
     Totals,
+    events.TraceLine,
 ]
 
 

@@ -130,7 +130,31 @@ class SessionEnd(msgspec.Struct, frozen=True, kw_only=True, tag="session_end", t
     account_cost_ns: int = 0
 
 
-Line = StepLine | EvalLine | CheckpointLine | SessionStart | SessionEnd
+class TraceLine(msgspec.Struct, frozen=True, kw_only=True, tag="trace", tag_field="event"):
+    """What a periodic trace of some steps said: a line of metrics.jsonl, told when the diagnosis is done.
+
+    step is the first traced step, traced_steps their number; path is below the run folder. account is rank 0's over
+    `wall_ns`, read from the trace, idle its waiting by cause. utilisation is the union of the device's kernels over the
+    window, 0 to 1. findings holds (name, remedy, low, high) of what was found, gains as shares of the window. cost_ns
+    is what starting, stopping and writing took from the loop. note says why there is no account.
+    """
+
+    session: int
+    step: int
+    time: float
+    traced_steps: int
+    path: str
+    wall_ns: int = 0
+    account: dict[str, int] = {}
+    idle: dict[str, int] = {}
+    utilisation: float | None = None
+    kernels: int = 0
+    findings: list[tuple[str, str, float, float]] = []
+    cost_ns: int = 0
+    note: str = ""
+
+
+Line = StepLine | EvalLine | CheckpointLine | SessionStart | SessionEnd | TraceLine
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ class Remedy:
         evidence: the facts the prediction rests on, one a line.
         change: run-file keys and the values to give them.
         check: how to see that training is unchanged.
+        setting: the same change outside Headway: a PyTorch call, a setting or an environment variable.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Remedy:
     evidence: tuple[str, ...]
     change: Mapping[str, Any]
     check: str
+    setting: str = ""
 
     def __post_init__(self) -> None:
         low, high = self.gain

@@ -1,31 +1,63 @@
-"""`headway diagnose TRACE…`: where the seconds of a profiler trace went."""
+"""`headway diagnose TRACE… | RUN_DIR`: where the seconds went, and what to do first."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headway.cli.output import print_json
 
+if TYPE_CHECKING:
+    from headway.diagnose.diagnosis import Diagnosis
+
 
 def diagnose(
-    traces: Annotated[list[Path], typer.Argument(help="Profiler traces (.json, .json.gz), one a rank.")],
+    inputs: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Profiler traces (.json, .json.gz), one a rank; or a run folder.", metavar="TRACE…|RUN_DIR"
+        ),
+    ],
+    against: Annotated[Path | None, typer.Option(help="A trace or run folder to compare with.")] = None,
+    memory: Annotated[Path | None, typer.Option(help="A PyTorch memory snapshot (.pickle).")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Real tokens of one rank in the window; tells padding.")] = None,
+    slots: Annotated[
+        int | None, typer.Option(help="Slots computed in the window, where the trace does not say.")
+    ] = None,
     window: Annotated[str, typer.Option(help="auto, steps or gpu (first to last GPU event).")] = "auto",
     comm_kernel: Annotated[list[str] | None, typer.Option(help="REGEX of further communication kernels.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Say where each second of a profiler trace went. Exit code 3 where part of the trace could not be read.
+    """Say where each second went, how sure that is, and what to change first. Exit code 3 where part could not be read.
 
     Example: headway diagnose traces/*.json.gz
     """
-    from headway.diagnose.job import Options, read_job
-    from headway.diagnose.summary import lines, to_dict
+    from headway.account.errors import UserError
+    from headway.diagnose.compare import compare
+    from headway.diagnose.job import Options
+    from headway.diagnose.open import Said, open_diagnosis
+    from headway.watch.console import make_console
+    from headway.watch.diagnosis_text import render_comparison, render_diagnosis
 
-    job = read_job(traces, Options(window=window, comm_kernels=tuple(comm_kernel or ())))
-    print_json(to_dict(job)) if json else print("\n".join(lines(job)))
-    return 3 if job.partial else 0
+    if slots is not None and tokens is None:
+        raise UserError("--slots is used with --tokens; give both")
+    options = Options(window=window, comm_kernels=tuple(comm_kernel or ()))
+    mine = open_diagnosis(inputs, options, Said(tokens, slots, memory))
+    compared = compare(mine, open_diagnosis([against], options, Said())) if against is not None else None
+    if json:
+        print_json({**mine.to_dict(), **({"against": compared.to_dict()} if compared else {})})
+        return _code(mine)
+    console = make_console()
+    console.print(render_diagnosis(mine))
+    if compared is not None:
+        console.print(render_comparison(compared))
+    return _code(mine)
+
+
+def _code(diagnosis: Diagnosis) -> int:
+    return 3 if diagnosis.partial else 0
 
 
 def register(app: typer.Typer) -> None:

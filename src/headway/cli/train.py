@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from headway.account.events import Observer
     from headway.config.run import RunConfig
     from headway.guard.ranks import RankEnv
+    from headway.train.hook import HookPlace, StepHook
 
 _REASON_CODES = {"done": 0, "preempted": 75}
 
@@ -94,6 +95,7 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
             run_clock,
             observers=(lambda: _observers(config, quiet=json)) if main else list,
             say=_say if main and not json else _say_nothing,
+            hook=lambda place: _periodic_trace(config, place),
         )
         reason = run_loop(run)
     except BaseException as error:
@@ -106,6 +108,13 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
     if not close_process_group():
         _exit_at_once(_REASON_CODES[reason])
     return _REASON_CODES[reason]
+
+
+def _periodic_trace(config: RunConfig, place: HookPlace) -> StepHook | None:
+    from headway.diagnose.periodic import PeriodicTrace
+
+    every = config.log.profile_every
+    return PeriodicTrace(place, every, config.log.profile_steps) if every is not None else None
 
 
 def _leave_process_group(error: BaseException) -> None:

@@ -19,6 +19,17 @@ class LogConfig(Section):
         default=False,
         description="Also write TensorBoard files into the run folder (needs the sinks extra).",
     )
+    profile_every: int | None = Field(
+        default=1000,
+        ge=1,
+        description="Optimizer steps between periodic traces, each diagnosed in a process of its own; null for none. "
+        "1000 keeps their cost below 1 % of the wall clock.",
+    )
+    profile_steps: int = Field(
+        default=3,
+        ge=1,
+        description="Steps that a periodic trace covers; 3 show whether steps are alike, in a file still small.",
+    )
     quiet: bool = Field(
         default=False,
         description="Print no live line, only the start, warnings and the end.",

@@ -46,7 +46,7 @@ _KIND_RULES: tuple[tuple[str, str], ...] = (
     ),
     (
         "optimizer",
-        r"adam|multi_?tensor_apply|lamb|fused_?sgd|momentum|foreach|lion_|_adafactor|distributed_?fused|zero_?adam|muon",
+        r"adam|multi_?tensor_apply|lamb(?!da)|fused_?sgd|momentum|foreach|lion_|_adafactor|distributed_?fused|zero_?adam|muon",
     ),
     ("convolution", r"conv|cudnn::(?:cnn|ops)|winograd|implicit_gemm|miopen|cask_cudnn|dgrad|wgrad|xdlops_conv|igemm"),
     (

@@ -14,7 +14,9 @@ from headway.diagnose.trace import Trace
 SHORT_NS = 10_000  # a wait below 10 µs between kernels that were queued in time is the device's own
 DATA, BLOCKING, HOST, LAUNCH_CALL, LAUNCH_LATENCY, QUEUED, SHORT, UNKNOWN = range(len(IDLE_CLASSES))
 
-DATA_NAMES = re.compile(r"enumerate\(DataLoader\)|dataloader|data_?load|next_batch|get_batch", re.IGNORECASE)
+DATA_NAMES = re.compile(
+    r"enumerate\(DataLoader\)|dataloader|data_?load|next_batch|get_batch|^headway\.data$", re.IGNORECASE
+)
 # Calls that return only when the device, or the driver's allocator, is done. cudaEventQuery returns at once.
 BLOCKING_NAMES = re.compile(
     r"synchroni[sz]e|^(?:cuda|hip|cu)(?:mem)?(?:Malloc|Free|Alloc)(?!.*Async)|^cuMem(?:Create|Map|Unmap|Release|SetAccess)|HostAlloc|HostRegister|HostUnregister"

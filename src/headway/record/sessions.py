@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headway.account.events import CheckpointLine, EvalLine, Line, SessionEnd, SessionStart, StepLine
+from headway.account.events import CheckpointLine, EvalLine, Line, SessionEnd, SessionStart, StepLine, TraceLine
 from headway.record.folder import RunFolder
 from headway.record.jsonl import read_jsonl
 
@@ -34,6 +34,7 @@ class History:
     evals: list[EvalLine] = field(default_factory=list)
     checkpoints: list[CheckpointLine] = field(default_factory=list)
     bad: list[tuple[int, str]] = field(default_factory=list)
+    traces: list[TraceLine] = field(default_factory=list)
 
     @property
     def kept(self) -> list[StepLine]:
@@ -68,6 +69,8 @@ def _file_line(history: History, line: Line) -> None:
         history.evals.append(line)
     elif isinstance(line, CheckpointLine):
         history.checkpoints.append(line)
+    elif isinstance(line, TraceLine):
+        history.traces.append(line)
     elif isinstance(line, StepLine):
         _session_of(history, line).steps.append(line)
     elif isinstance(line, SessionEnd):

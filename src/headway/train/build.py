@@ -48,6 +48,7 @@ from headway.train.evaluate import Evaluator
 from headway.train.export import export_live
 from headway.train.flop_counter import FlopCounter
 from headway.train.fusing import as_record, fuse
+from headway.train.hook import HookFactory, HookPlace
 from headway.train.loss_scale import LossScale
 from headway.train.memory import Fit
 from headway.train.model import BuiltModel, build_model, use_deterministic_kernels
@@ -83,6 +84,7 @@ def build_run(
     run_clock: RunClock,
     observers: Callable[[], Sequence[Observer]],
     say: Say,
+    hook: HookFactory | None = None,
 ) -> Run:
     """Builds one rank's run. Collective: every rank calls it, and it succeeds or fails on all.
 
@@ -92,7 +94,7 @@ def build_run(
     lock = FolderLock(config.folder)
     try:
         with run_clock.phase("startup.launch"):
-            return _build(config, rank_env, run_clock, observers, say, lock)
+            return _build(config, rank_env, run_clock, observers, say, lock, hook)
     except BaseException:
         lock.release()
         raise
@@ -105,6 +107,7 @@ def _build(
     observers: Callable[[], Sequence[Observer]],
     say: Say,
     lock: FolderLock,
+    hook: HookFactory | None,
 ) -> Run:
     place = _find_place(config, rank_env)
     folder = RunFolder(config.folder).create()
@@ -176,6 +179,7 @@ def _build(
         export=lambda: export_live(config, model, folder.final_model),
         exported=folder.final_model,
         evaluator=evaluator,
+        hook=hook(HookPlace(folder.root, place.rank, place.world, session, clock)) if hook else None,
         step=state.step,
         position=state.position,
     )

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +69,8 @@ class StepClock:
         self._open = False
         self._closed: deque[tuple[list[tuple[Any, str | None]], int]] = deque()
         self.marks = 0
+        self.annotate = False
+        """Whether phases also stand as ranges in a profiler's trace; on only while one records."""
 
     def begin_step(self) -> None:
         self.end_step()
@@ -93,7 +95,8 @@ class StepClock:
         self._mark(self._stack[-1] if self._stack else None)
         self._stack.append(path)
         try:
-            yield
+            with torch.profiler.record_function(f"headway.{path}") if self.annotate else nullcontext():
+                yield
         finally:
             self._mark(self._stack.pop())
 

@@ -17,7 +17,7 @@ def train(run: Run) -> str:
     run.start()
     try:
         while run.has_steps_left():
-            run.clock.begin_step()
+            run.begin_step()
             run.tell_finished_steps()
             batch = run.next_batch()
             run.learn(batch)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headway.account.errors import UserError
-from headway.account.events import CheckpointLine, EvalLine, SessionEnd, SessionStart
+from headway.account.events import CheckpointLine, EvalLine, Line, SessionEnd, SessionStart
 from headway.account.run_clock import RunClock
 from headway.config.run import RunConfig
 from headway.data.feed import Fed
@@ -25,6 +25,7 @@ from headway.guard.training_state import capture
 from headway.train.clock import StepClock
 from headway.train.evaluate import Evaluator
 from headway.train.flop_counter import FlopCounter
+from headway.train.hook import StepHook
 from headway.train.memory import Fit
 from headway.train.reporter import Reporter, StepFacts
 from headway.train.scalars import Scalars
@@ -61,6 +62,7 @@ class Run:
     export: Callable[[], None]
     exported: Path
     evaluator: Evaluator | None = None
+    hook: StepHook | None = None
     step: int = 0
     position: Position = field(default_factory=Position)
     _saved_step: int = -1
@@ -81,6 +83,12 @@ class Run:
 
     def has_steps_left(self) -> bool:
         return self.step < self.total_steps
+
+    def begin_step(self) -> None:
+        self.clock.begin_step()
+        if self.hook is not None:
+            with self.clock.phase("host.logging"):
+                self._tell_all(self.hook.begin_step(self.step + 1))
 
     def tell_finished_steps(self) -> None:
         # The device works on the newest step while the host tells of the one before it.
@@ -218,12 +226,20 @@ class Run:
         if self.config.checkpoint.at_end:
             self.save(must=True)
 
+    def _tell_all(self, lines: Sequence[Line]) -> None:
+        for line in lines:
+            self.reporter.tell(line)
+
     def _end_step(self) -> None:
+        if self.hook is not None:
+            self.hook.pause()
         self.clock.end_step()
         self.reporter.tell_finished()
 
     def close(self, reason: str) -> None:
         """Tells the end, also of a failure, and lets everything go."""
+        if self.hook is not None:
+            self._tell_all(self.hook.close())
         self.clock.end_step()
         self.supply.close()
         if reason != "failed":

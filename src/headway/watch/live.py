@@ -10,7 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
-from headway.account.events import CheckpointLine, EvalLine, Line, SessionEnd, SessionStart, StepLine
+from headway.account.events import CheckpointLine, EvalLine, Line, SessionEnd, SessionStart, StepLine, TraceLine
 from headway.watch import format as fmt
 from headway.watch.console import make_console
 from headway.watch.rates import Rates, TimeLeft, Window
@@ -55,6 +55,8 @@ class LiveLine:
             self._note(_eval_text(line))
         elif isinstance(line, CheckpointLine):
             self._note(_checkpoint_text(line))
+        elif isinstance(line, TraceLine):
+            self._note(_trace_text(line))
         elif isinstance(line, SessionEnd):
             self._end(line)
 
@@ -155,6 +157,16 @@ def _checkpoint_text(line: CheckpointLine) -> Text:
         ("saved ", "cyan"),
         f"step {line.step:,}: {line.path} ({fmt.size(line.bytes)} in {fmt.seconds(line.seconds)})",
     )
+
+
+def _trace_text(line: TraceLine) -> Text:
+    head = ("trace ", "cyan")
+    if not line.wall_ns:
+        return Text.assemble(head, f"step {line.step:,}: {line.note}")
+    shares = sorted(line.account.items(), key=lambda item: -item[1])[:3]
+    parts = ", ".join(f"{path} {fmt.percent(ns / line.wall_ns)}" for path, ns in shares if ns)
+    first = f"; first {line.findings[0][0]}, {fmt.percent(line.findings[0][2])} to win" if line.findings else ""
+    return Text.assemble(head, f"step {line.step:,}: {parts}{first} ({line.path})")
 
 
 class Progress:

@@ -118,7 +118,7 @@ def _small_percent(share: float) -> str:
 
 
 def _tokens(summary: Summary) -> Table:
-    table = _table("tokens", "total", "/s of steps", "/s of the run", "share of slots")
+    table = plain_table("tokens", "total", "/s of steps", "/s of the run", "share of slots")
     kept = summary.kept
     for kind, label in (("slots", "slots"), ("tokens", "real tokens"), ("trained_tokens", "trained tokens")):
         number = getattr(kept, kind)
@@ -129,7 +129,7 @@ def _tokens(summary: Summary) -> Table:
 
 
 def _sessions(summary: Summary) -> Table:
-    table = _table("session", "from", "steps", "lost", "trained tokens", "wall clock", "before it", "ended")
+    table = plain_table("session", "from", "steps", "lost", "trained tokens", "wall clock", "before it", "ended")
     hidden = max(0, len(summary.sessions) - _SESSION_ROWS)
     for item in summary.sessions[hidden:]:
         table.add_row(
@@ -167,7 +167,7 @@ def _step_account(account: Account, steps: int) -> Table:
 
 
 def _ranks(ranks: Ranks) -> Table:
-    table = _table(f"{ranks.world_size} ranks", "mean a step", "slowest", "rank", "host", "spread")
+    table = plain_table(f"{ranks.world_size} ranks", "mean a step", "slowest", "rank", "host", "spread")
     steps = len(ranks.steps)
     for row in uneven(ranks)[:_RANK_ROWS]:
         label = "step wall clock" if row.path == "wall" else STEP_PAINT[row.path].label
@@ -190,7 +190,8 @@ def _problems(summary: Summary) -> Text:
     return text
 
 
-def _waterfall(fall: Waterfall, summary: Summary) -> Group:
+def waterfall_table(fall: Waterfall) -> Table:
+    """The waterfall's rows with their bars, each hanging where the one before it ended."""
     table = Table.grid(padding=(0, 2, 0, 0), expand=True)
     for justify in ("right", "right", "right"):
         table.add_column(justify=justify, no_wrap=True)
@@ -201,16 +202,20 @@ def _waterfall(fall: Waterfall, summary: Summary) -> Group:
         bar = Bar(start, min(1.0, start + row.share), waterfall_paint(row.path).dark)
         style = "bold green" if row.path == "useful" else "bold" if ends else "default"
         table.add_row(Text(row.label, style), Text(fmt.percent(row.share), style), fmt.seconds(row.seconds), bar)
+    return table
+
+
+def _waterfall(fall: Waterfall, summary: Summary) -> Group:
     top = fmt.si(fall.top, "FLOP") if fall.peak_known else fmt.seconds(fall.top)
     title = Text("waterfall", style="bold")
     title.append(f"  from {top} paid for to what trained the model", style="not bold dim")
     note = Text(summary.utilisation.convention if fall.peak_known else "", style="dim")
     if not fall.peak_known:
         note.append(f"in seconds: {summary.utilisation.reason or 'the peak cannot be right, see above'}")
-    return Group(title, table, note)
+    return Group(title, waterfall_table(fall), note)
 
 
-def _table(*columns: str) -> Table:
+def plain_table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", title_justify="left", caption_justify="left")
     table.add_column(columns[0], no_wrap=True, header_style="bold")
     for column in columns[1:]:

@@ -49,21 +49,21 @@ def render_html(run: RunFolder, history: History, summary: Summary) -> str:
     """The report as text. Everything that comes from the run is escaped."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.globals["fmt"] = fmt
-    template = environment.from_string(_asset("templates", "report.html.j2"))
+    template = environment.from_string(asset("templates", "report.html.j2"))
     start = history.sessions[-1].start if history.sessions else None
     began = history.sessions[0].start.time if history.sessions else 0.0
     return template.render(
         s=summary,
         name=run.root.resolve().name,
-        css=_asset("assets", "uPlot.min.css") + _asset("assets", "report.css"),
+        css=asset("assets", "uPlot.min.css") + asset("assets", "report.css"),
         uplot=_uplot(),
-        script=_asset("assets", "report.js"),
-        data=_json_for_html(_data(history, summary, began)),
+        script=asset("assets", "report.js"),
+        data=json_for_html(_data(history, summary, began)),
         tiles=list(_tiles(summary)),
         facts=list(facts(summary)),
-        fall=_fall_rows(summary.fall) if summary.fall else [],
-        run_rows=_account_rows(summary.run_account, RUN_PAINT) if summary.run_account else [],
-        step_rows=_account_rows(summary.step_account, STEP_PAINT) if summary.step_account else [],
+        fall=fall_rows(summary.fall) if summary.fall else [],
+        run_rows=account_rows(summary.run_account, RUN_PAINT) if summary.run_account else [],
+        step_rows=account_rows(summary.step_account, STEP_PAINT) if summary.step_account else [],
         uneven=[row for row in uneven(summary.ranks) if row.path != "wall"][:12] if summary.ranks else [],
         labels={path: paint.label for path, paint in STEP_PAINT.items()},
         start_facts=[(key.replace("_", " "), fmt.fact(value)) for key, value in start.facts.items()] if start else [],
@@ -76,17 +76,17 @@ def render_html(run: RunFolder, history: History, summary: Summary) -> str:
     )
 
 
-def _asset(folder: str, name: str) -> str:
+def asset(folder: str, name: str) -> str:
     return files("headway.watch").joinpath(folder, name).read_text(encoding="utf-8")
 
 
 def _uplot() -> str:
     """uPlot with its license in place of its banner, whose address would be the page's only one."""
-    code = _asset("assets", "uPlot.iife.min.js")
-    return f"/*! uPlot\n{_asset('assets', 'uPlot.LICENSE')}\n*/\n" + code.partition("*/")[2].lstrip()
+    code = asset("assets", "uPlot.iife.min.js")
+    return f"/*! uPlot\n{asset('assets', 'uPlot.LICENSE')}\n*/\n" + code.partition("*/")[2].lstrip()
 
 
-def _json_for_html(value: Any) -> str:
+def json_for_html(value: Any) -> str:
     """JSON that cannot end the script element it stands in, whatever a name in it says."""
     text = orjson.dumps(value).decode()
     for mark in "<>&\u2028\u2029":
@@ -126,7 +126,7 @@ def _tiles(summary: Summary) -> Iterator[tuple[str, str, str]]:
     yield "Trained tokens", fmt.count(summary.kept.trained_tokens), f"{fmt.plural(summary.kept.steps, 'step')}"
 
 
-def _fall_rows(fall: Waterfall) -> list[dict[str, Any]]:
+def fall_rows(fall: Waterfall) -> list[dict[str, Any]]:
     rows = []
     for row in fall.rows:
         ends = row.path in ("top", "useful")
@@ -148,7 +148,7 @@ def _fall_rows(fall: Waterfall) -> list[dict[str, Any]]:
     return rows
 
 
-def _account_rows(account: Account, paints: dict[str, Paint]) -> list[dict[str, Any]]:
+def account_rows(account: Account, paints: dict[str, Paint]) -> list[dict[str, Any]]:
     rows = []
     for path in account.tree.paths():
         if path in paints and (account.total(path) or path == UNACCOUNTED):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.account.errors import UserError
-from headway.account.events import CheckpointLine, EvalLine, Line, SessionStart, StepLine
+from headway.account.events import CheckpointLine, EvalLine, Line, SessionStart, StepLine, TraceLine
 
 
 class TensorboardSink:
@@ -43,6 +43,8 @@ class TensorboardSink:
             self._scalars({"eval/nll": line.nll}, line.step, line.time)
         elif isinstance(line, CheckpointLine):
             self._scalars({"checkpoint/seconds": line.seconds}, line.step, line.time)
+        elif isinstance(line, TraceLine):
+            self._scalars(trace_scalars(line), line.step, line.time)
 
     def _scalars(self, values: dict[str, float | None], step: int, time: float) -> None:
         for tag, value in values.items():
@@ -52,6 +54,16 @@ class TensorboardSink:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def trace_scalars(line: TraceLine) -> dict[str, float | None]:
+    """The shares of a periodic trace, by category and by cause of idling; nothing where it could not be read."""
+    if not line.wall_ns:
+        return {}
+    values: dict[str, float | None] = {"trace/utilisation": line.utilisation, "trace/kernels": line.kernels or None}
+    values |= {f"trace/account/{path}": ns / line.wall_ns for path, ns in line.account.items()}
+    values |= {f"trace/idle/{cause}": ns / line.wall_ns for cause, ns in line.idle.items()}
+    return values
 
 
 def step_scalars(line: StepLine) -> dict[str, float | None]:

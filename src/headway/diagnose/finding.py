@@ -1,0 +1,160 @@
+"""A finding: one cause of lost time, how much of it, how sure, and the remedy. Ranked so that nothing counts twice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headway.account.remedy import Remedy
+from headway.diagnose.remedies import predict
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause of lost time in a window of `wall_ns` nanoseconds.
+
+    Attributes:
+        name: stable identifier, e.g. ``host-sync``.
+        title: what is wrong, in a few words.
+        claims: class of time → ns that the cause may hold of it. Their sum is the upper bound of the gain.
+        lower_ns: what is surely won: the upper bound with the next bottleneck put back in.
+        wall_ns: the window that the times are of.
+        evidence: event names, counts, ranks, steps: what was seen, one fact a line.
+        check: a quick way to see for oneself that this is the cause.
+        remedy: name of a registered remedy (`headway.diagnose.remedies`).
+        within: name of the finding that holds this one's time already; it is then shown below it, not ranked.
+        symptom: what its user notices first, where it is one of SYMPTOMS.
+        gain_known: False for a cause whose price cannot be told from what was read.
+        change: run-file keys and exact values, where what was read says more than the registered remedy.
+    """
+
+    name: str
+    title: str
+    claims: Mapping[str, int]
+    lower_ns: int
+    wall_ns: int
+    evidence: tuple[str, ...]
+    check: str
+    remedy: str
+    within: str = ""
+    symptom: str = ""
+    gain_known: bool = True
+    change: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if min(self.claims.values(), default=0) < 0 or self.lower_ns < 0:
+            raise ValueError(f"finding {self.name}: a gain is never negative")
+        if self.lower_ns > self.upper_ns:
+            raise ValueError(f"finding {self.name}: the lower bound {self.lower_ns} exceeds {self.upper_ns} ns")
+        if self.symptom and self.symptom not in SYMPTOMS:
+            raise ValueError(f"finding {self.name}: {self.symptom!r} is no known symptom")
+
+    @property
+    def upper_ns(self) -> int:
+        return sum(self.claims.values())
+
+    @property
+    def gain(self) -> tuple[float, float]:
+        """Share of the window won back, (low, high), 0 to 1."""
+        if not self.wall_ns:
+            return 0.0, 0.0
+        return min(1.0, self.lower_ns / self.wall_ns), min(1.0, self.upper_ns / self.wall_ns)
+
+    def proposal(self) -> Remedy:
+        """The registered remedy with this finding's gain and evidence."""
+        return predict(self.remedy, self.gain, self.evidence, self.change)
+
+    def to_dict(self) -> dict[str, Any]:
+        remedy = self.proposal()
+        low, high = self.gain
+        return {
+            "name": self.name,
+            "title": self.title,
+            "gain": {"low": low, "high": high, "known": self.gain_known},
+            "low_ns": self.lower_ns,
+            "high_ns": self.upper_ns,
+            "claims": dict(self.claims),
+            "evidence": list(self.evidence),
+            "check": self.check,
+            "symptom": self.symptom,
+            "within": self.within,
+            "remedy": {
+                "name": remedy.name,
+                "change": dict(remedy.change),
+                "setting": remedy.setting,
+                "shrinks": list(remedy.shrinks),
+                "check": remedy.check,
+            },
+        }
+
+
+SYMPTOMS = (
+    "low utilisation with full memory",
+    "communication share too high",
+    "unstable step time",
+    "slower convergence after gradient compression",
+    "multi-node collapse",
+    "high first-token latency",
+)
+"""What people notice first. Each is reachable from real inputs and leads to causes (docs/diagnose.md)."""
+
+
+def rank(findings: Iterable[Finding], available: Mapping[str, int]) -> list[Finding]:
+    """Findings by what is surely won, most first; each followed by those that lie within it.
+
+    Where findings claim more of a class than there is (`available`, ns), all claims on it shrink in proportion:
+    overlapping causes are rescaled, never added. A class that `available` does not name holds whatever is claimed.
+    """
+    items = list(findings)
+    names = {item.name for item in items}
+    top = [item if item.within in names else dataclasses.replace(item, within="") for item in items]
+    claimed: Counter[str] = Counter()
+    for item in top:
+        if not item.within:
+            claimed.update(item.claims)
+    scale = {
+        path: min(1.0, available[path] / total) if total else 1.0
+        for path, total in claimed.items()
+        if path in available
+    }
+    scaled = [_scaled(item, scale) for item in top]
+    ordered = sorted((item for item in scaled if not item.within), key=_order)
+    result: list[Finding] = []
+    for item in ordered:
+        result.append(item)
+        result += sorted((below for below in scaled if below.within == item.name), key=_order)
+    return result
+
+
+def _order(item: Finding) -> tuple[bool, int, int, str]:
+    return (not item.gain_known, -item.lower_ns, -item.upper_ns, item.name)
+
+
+def _scaled(item: Finding, scale: Mapping[str, float]) -> Finding:
+    claims = {path: int(ns * scale.get(path, 1.0)) for path, ns in item.claims.items()}
+    upper = sum(claims.values())
+    lower = int(item.lower_ns * upper / item.upper_ns) if item.upper_ns else 0
+    return dataclasses.replace(item, claims=claims, lower_ns=min(lower, upper))
+
+
+def top_remedies(findings: Iterable[Finding], count: int = 3) -> list[tuple[Remedy, list[Finding]]]:
+    """The remedies of the first findings, each once with the gains of all findings that it answers added up.
+
+    Added gains are of different time already (see `rank`), so they may be added.
+    """
+    groups: dict[str, list[Finding]] = {}
+    for item in findings:
+        if not item.within:
+            groups.setdefault(item.remedy, []).append(item)
+    result = []
+    for name, items in groups.items():
+        low = min(1.0, sum(item.gain[0] for item in items))
+        high = min(1.0, sum(item.gain[1] for item in items))
+        evidence = tuple(line for item in items for line in item.evidence)
+        change = next((item.change for item in items if item.change), {})
+        result.append((predict(name, (low, high), evidence, change), items))
+    result.sort(key=lambda pair: (-pair[0].gain[0], -pair[0].gain[1]))
+    return result[:count]

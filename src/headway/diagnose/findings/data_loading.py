@@ -1,0 +1,58 @@
+"""The step waits for its batch: always (starvation) or now and then (jitter)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from headway.diagnose.case import Case
+from headway.diagnose.finding import Finding
+from headway.diagnose.view import ms
+
+NOTABLE = 0.02
+_JITTER = 3.0
+
+
+def find(case: Case) -> Iterator[Finding]:
+    view = case.view
+    waited = view.idle.get("data", 0)
+    rows = view.device.steps.rows
+    walls = [row.shares.wall_ns for row in rows] or [view.wall_ns]
+    waits = [row.shares.idle.get("data", 0) for row in rows] or [waited]
+    if waited < NOTABLE * view.wall_ns:
+        return
+    names = [name for name in view.rank.names if "DataLoader" in name][:2]
+    seen = f" under {', '.join(names)}" if names else ""
+    yield data_finding(
+        waits, walls, view.wall_ns, waited, "idle.data", f"the device idles {ms(waited)}{seen} while the batch is made"
+    )
+
+
+def data_finding(
+    waits: Sequence[int], walls: Sequence[int], wall_ns: int, waited: int, claim: str, seen: str
+) -> Finding:
+    """Starvation or jitter, from the waits and lengths of steps (ns).
+
+    Upper bound: all of the wait. Surely won: what one loader working ahead hides under the rest of the step,
+    min(wait, rest) step by step; for jitter a queue hides it all but the mean wait.
+    """
+    typical, worst = float(np.median(waits)), max(waits)
+    jitter = len(waits) >= 4 and worst > _JITTER * max(typical, 1e5) and typical < 0.5 * np.mean(waits)
+    hidden = sum(min(wait, max(0, wall - wait)) for wait, wall in zip(waits, walls, strict=True))
+    total = max(1, sum(waits))
+    evidence = (
+        seen,
+        f"{ms(typical)} a step at the median, {ms(worst)} at most, over {len(waits)} steps",
+    )
+    return Finding(
+        name="data-jitter" if jitter else "data-starvation",
+        title="loading is uneven: some batches come late" if jitter else "the step waits for data",
+        claims={claim: waited},
+        lower_ns=min(waited, int(waited * hidden / total)),
+        wall_ns=wall_ns,
+        evidence=evidence,
+        check="time the loader alone, without the model: batches a second against steps a second",
+        remedy="steady-loading" if jitter else "load-ahead",
+        symptom="unstable step time" if jitter else "",
+    )

@@ -1,0 +1,86 @@
+"""Stragglers: one rank that is always last, or a different one each time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from headway.diagnose.case import Case
+from headway.diagnose.finding import Finding
+from headway.diagnose.view import ms
+
+NOTABLE, CONSTANT = 0.03, 0.6
+_LEAST = 3
+# A rank is called the slow one only where equal ranks would hardly ever give such a count.
+_CHANCE = 0.05
+
+
+def find(case: Case) -> Iterator[Finding]:
+    found = case.job.comparison
+    if found is None or found.refused or len(found.matched) < _LEAST:
+        return
+    wall = case.view.wall_ns
+    waits = sorted(found.wait_ns.values())
+    waited = waits[len(waits) // 2] if waits else 0
+    if waited < NOTABLE * wall:
+        return
+    doing = {rank: ", ".join(f"{what} {ms(ns)}" for what, ns in sorted(did.items(), key=lambda x: -x[1])[:3])
+             for rank, did in found.doing.items()}  # fmt: skip
+    yield straggler(found.last_arrivals, waited, found.caused_ns, wall, doing, "collective")
+
+
+def straggler(
+    last: Mapping[int, int],
+    waited: int,
+    caused: Mapping[int, int],
+    wall_ns: int,
+    doing: Mapping[int, str],
+    what: str,
+) -> Finding:
+    """A constant or a wandering straggler, from how often each rank came last and the others' wait that it caused (ns).
+
+    Upper bound: the typical rank's wait. Surely won: the slowest rank's part of it, were the next slowest last instead
+    (constant); a wandering straggler's cause is on no rank, so that half is put back.
+    """
+    times = sum(last.values())
+    slow, count = max(last.items(), key=lambda item: (item[1], -item[0]))
+    others = sorted((ns for rank, ns in caused.items() if rank != slow), reverse=True)
+    whole = max(1, sum(caused.values()))
+    constant = count >= CONSTANT * times and _by_chance(count, times, max(2, len(caused))) < _CHANCE
+    if constant:
+        left = others[0] / whole if others else 0.0
+        share = caused.get(slow, 0) / whole
+        lower = int(waited * max(0.0, share - left))
+    else:
+        lower = waited // 2
+    if constant:
+        evidence = [
+            f"rank {slow} is last in {count:,} of {times:,} {what}s",
+            f"the other ranks wait {ms(waited)} ({waited / wall_ns:.1%}) for it",
+        ]
+    else:
+        most = sorted(last.items(), key=lambda item: -item[1])[:6]
+        evidence = [
+            f"last by {what}: " + ", ".join(f"rank {rank} {number:,}×" for rank, number in most),
+            f"a typical rank waits {ms(waited)} ({waited / wall_ns:.1%}) for others",
+        ]
+    if doing.get(slow):
+        evidence.append(f"meanwhile rank {slow}: {doing[slow]}")
+    return Finding(
+        name="straggler-constant" if constant else "straggler-wandering",
+        title=f"rank {slow} is always the slow one" if constant else "another rank is slow each time",
+        claims={"straggler": waited},
+        lower_ns=min(lower, waited),
+        wall_ns=wall_ns,
+        evidence=tuple(evidence),
+        check="swap the slow rank's host with another: the fault moves with the host or stays with the rank's data",
+        remedy="replace-rank" if constant else "balance-ranks",
+        symptom="unstable step time" if not constant else "",
+    )
+
+
+def _by_chance(count: int, times: int, ranks: int) -> float:
+    """Probability, at most, that one of `ranks` equal ranks comes last `count` times or more of `times`."""
+    share = 1 / ranks
+    tail = sum(math.comb(times, k) * share**k * (1 - share) ** (times - k) for k in range(count, min(times, 400) + 1))
+    return min(1.0, ranks * tail) if times <= 400 else 0.0

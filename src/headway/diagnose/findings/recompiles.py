@@ -1,0 +1,50 @@
+"""torch.compile compiles again while training: shapes, scalars or identities that a guard sees change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from headway.account.intervals import measure
+from headway.diagnose.case import Case
+from headway.diagnose.facts import HostKind
+from headway.diagnose.finding import Finding
+from headway.diagnose.view import ms
+
+NOTABLE = 0.02
+_COMPILE = (
+    r"\(dynamo_timed\)|^compile_fx|_compile\.compile_inner|entire_frame_compile|backend_compile|CompilingPyCodegen|"
+    r"convert_frame\.py.*(compile|transform)|PyCodeCache|async_compile"
+)
+_EACH = r"_compile\.compile_inner|entire_frame_compile"
+
+
+def find(case: Case) -> Iterator[Finding]:
+    """Upper bound: the host's time in the compiler inside the window. Put back: one compile, since a dynamic one
+    replaces all others."""
+    view = case.view
+    rows = view.host_rows(_COMPILE, (HostKind.ANNOTATION, HostKind.OP, HostKind.PYTHON))
+    if not len(rows):
+        return
+    spent = measure(view.host_intervals(rows))
+    each = view.host_rows(_EACH, (HostKind.ANNOTATION, HostKind.OP, HostKind.PYTHON))
+    number = max(1, len(each))
+    if spent < NOTABLE * view.wall_ns or number < 2:
+        return
+    steps = view.device.steps.rows
+    hit = sum(bool(((view.rank.host.start[rows] >= row.start_ns) & (view.rank.host.start[rows] < row.end_ns)).any())
+              for row in steps)  # fmt: skip
+    yield recompile_finding(spent, number, view.wall_ns, f"{hit} of {len(steps)} steps" if steps else "")
+
+
+def recompile_finding(spent: int, number: int, wall_ns: int, where: str) -> Finding:
+    return Finding(
+        name="recompilation-storm",
+        title="torch.compile compiles again and again",
+        claims={"compile": spent},
+        lower_ns=spent - spent // number,
+        wall_ns=wall_ns,
+        evidence=(f"{number:,} compilations, {ms(spent)}" + (f", in {where}" if where else ""),),
+        check="TORCH_LOGS=recompiles prints each guard that failed",
+        remedy="stop-recompiling",
+        symptom="unstable step time",
+    )

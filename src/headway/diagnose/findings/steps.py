@@ -1,0 +1,74 @@
+"""Step time that varies: which category grows in the slow steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from headway.diagnose.case import Case
+from headway.diagnose.finding import Finding
+from headway.diagnose.view import ms
+
+NOTABLE = 0.03
+_SLOW, _LEAST = 1.3, 4
+
+
+def find(case: Case) -> Iterator[Finding]:
+    rows = case.view.device.steps.rows
+    walls = [row.shares.wall_ns for row in rows]
+    parts: list[Mapping[str, int]] = [
+        {"compute": row.shares.compute_ns, "comm": row.shares.exposed_comm_ns, "copy": row.shares.exposed_mem_ns}
+        | {f"idle.{name}": ns for name, ns in row.shares.idle.items()}
+        for row in rows
+    ]
+    yield from unstable(walls, parts, [row.name for row in rows], case.view.wall_ns)
+
+
+def unstable(
+    walls: Sequence[int], parts: Sequence[Mapping[str, int]], names: Sequence[str], wall_ns: int
+) -> Iterator[Finding]:
+    """From the steps' lengths and accounts (ns): what slow steps take beyond the median one.
+
+    Upper bound: all of the excess. Surely won: half of it, since the next slowest cause then shows.
+    """
+    if len(walls) < _LEAST:
+        return
+    median = float(np.median(walls))
+    slow = [i for i, wall in enumerate(walls) if wall > _SLOW * median]
+    excess = int(sum(walls[i] - median for i in slow))
+    if not slow or excess < NOTABLE * sum(walls):
+        return
+    paths = sorted({path for part in parts for path in part})
+    grown = {}
+    for path in paths:
+        typical = float(np.median([part.get(path, 0) for part in parts]))
+        grown[path] = sum(parts[i].get(path, 0) - typical for i in slow)
+    causes = [(path, ns) for path, ns in sorted(grown.items(), key=lambda item: -item[1]) if ns > 0.1 * excess][:3]
+    claims = {path: int(excess * ns / sum(n for _, n in causes)) for path, ns in causes} or {"unaccounted": excess}
+    yield Finding(
+        name="unstable-steps",
+        title="the step time varies",
+        claims=claims,
+        lower_ns=min(excess // 2, sum(claims.values())),
+        wall_ns=wall_ns,
+        evidence=(
+            f"{len(slow)} of {len(walls)} steps take over {_SLOW}× the median of {ms(median)}: "
+            + ", ".join(str(names[i]) for i in slow[:6]),
+            "in them grows: " + ", ".join(f"{path} {ms(ns)}" for path, ns in causes) if causes else
+            "no category grows in them: the time is outside what was measured",
+        ),
+        check="plot the step time: a period points to logging, saving or the collector; none points to data or a rank",
+        remedy="steady-steps",
+        # What grows may be a finding of its own; this one then only says when.
+        within=_CAUSES.get(causes[0][0], "") if causes else "",
+        symptom="unstable step time",
+    )  # fmt: skip
+
+
+_CAUSES = {
+    "data": "data-jitter",
+    "idle.data": "data-jitter",
+    "host.gc": "garbage-collection",
+    "straggler": "straggler-wandering",
+}

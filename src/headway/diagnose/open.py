@@ -1,0 +1,72 @@
+"""Paths in, a diagnosis out: traces, a run folder, or a run folder's periodic traces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headway.account.errors import UserError
+from headway.diagnose.diagnosis import Diagnosis, diagnose_job, diagnose_run
+from headway.diagnose.job import Options, read_job
+from headway.diagnose.padding import with_padding
+from headway.diagnose.run_facts import RunFacts, read_run
+from headway.diagnose.snapshot import MemoryFacts, read_snapshot
+
+
+@dataclass(frozen=True)
+class Said:
+    """What the user knows beside the files: real tokens and slots of one rank's window, a memory snapshot."""
+
+    tokens: int | None = None
+    slots: int | None = None
+    memory: Path | None = None
+
+
+def open_diagnosis(paths: Sequence[Path], options: Options, said: Said) -> Diagnosis:
+    """Reads and diagnoses.
+
+    Raises:
+        UserError: a path that is not there, several run folders, or a file that is no trace.
+    """
+    memory = read_snapshot(said.memory) if said.memory is not None else None
+    folders = [path for path in paths if path.is_dir()]
+    if folders and len(paths) > 1:
+        raise UserError(f"{folders[0]}: give one run folder, or trace files (a second run goes to --against)")
+    if folders:
+        return _of_folder(folders[0], options, memory, said)
+    return diagnose_traces(paths, options, memory, said)
+
+
+def diagnose_traces(paths: Sequence[Path], options: Options, memory: MemoryFacts | None, said: Said) -> Diagnosis:
+    job = read_job(paths, options)
+    if said.tokens is not None:
+        job = with_padding(job, said.tokens, said.slots)
+    return diagnose_job(job, memory)
+
+
+def _of_folder(folder: Path, options: Options, memory: MemoryFacts | None, said: Said) -> Diagnosis:
+    traces = sorted(folder.glob("*.json.gz")) + sorted(folder.glob("*.json"))
+    traces = [path for path in traces if path.name not in ("diagnosis.json", "environment.json", "run_id.json")]
+    if not (folder / "metrics.jsonl").is_file() and traces:
+        return diagnose_traces(traces, options, memory, said)
+    run = read_run(folder)
+    trace, notes = _newest_trace(run, options)
+    diagnosis = diagnose_run(run, trace, memory)
+    return dataclasses.replace(diagnosis, notes=(*diagnosis.notes, *notes))
+
+
+def _newest_trace(run: RunFacts, options: Options) -> tuple[Diagnosis | None, list[str]]:
+    """The newest periodic trace that can be read; those that cannot are named."""
+    notes: list[str] = []
+    free, text = run.memory_free
+    for folder in reversed(run.traces()):
+        paths = sorted(folder.glob("rank-*.json.gz"))
+        if not paths:
+            continue
+        try:
+            return diagnose_job(read_job(paths, options), memory_free=free, memory_text=text), notes
+        except UserError as error:
+            notes.append(f"{folder.name} is left out: {error}")
+    return None, notes

@@ -1,0 +1,28 @@
+"""What the background process of a periodic trace writes: diagnosis.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from headway.account.errors import UserError
+from headway.diagnose.diagnosis import diagnose_job, trace_line
+from headway.diagnose.job import read_job
+from headway.record.files import write_json
+
+DIAGNOSIS = "diagnosis.json"
+
+
+def write_diagnosis(folder: Path, paths: Sequence[Path], world_size: int) -> Path:
+    """Diagnoses the ranks' traces and writes diagnosis.json; a trace that cannot be read is said there too."""
+    target = folder / DIAGNOSIS
+    try:
+        diagnosis = diagnose_job(read_job(paths))
+    except UserError as error:
+        write_json(target, {"version": 1, "trace_line": {"note": str(error)}})
+        return target
+    line = trace_line(diagnosis)
+    if len(paths) < world_size:
+        line["note"] = f"{world_size - len(paths)} of {world_size} ranks wrote no trace; {line['note']}"
+    write_json(target, {**diagnosis.to_dict(), "trace_line": line})
+    return target

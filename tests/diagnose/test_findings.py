@@ -1,0 +1,113 @@
+"""Every cause has a trace that must trigger its finding and one that looks like it and must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from diagnose import causes
+from diagnose.kineto_maker import Kineto, clean
+from headway.diagnose.diagnosis import Diagnosis, diagnose_job
+from headway.diagnose.finding import Finding
+from headway.diagnose.job import read_job
+
+Make = Callable[[], Kineto]
+
+PAIRS: list[tuple[str, Make, Make]] = [
+    ("fragmentation", causes.fragmented, clean),
+    ("fragmentation", causes.unfused_but_busy, causes.few_elementwise),
+    (
+        "optimizer-not-fused",
+        lambda: causes.optimizer(causes.FOREACH, "aten::_foreach_addcdiv_", 12),
+        lambda: causes.optimizer(causes.FUSED, "aten::_fused_adamw_", 4),
+    ),
+    ("optimizer-not-fused", lambda: causes.optimizer(causes.EAGER, "aten::addcdiv_", 60), clean),
+    ("loss-unfused", lambda: causes.loss(151_936), lambda: causes.loss(1_000)),
+    ("attention-unfused", causes.eager_attention, causes.router_softmax),
+    ("host-sync", causes.reads_every_layer, causes.reads_once_a_step),
+    ("allocator", lambda: causes.frees(4), lambda: causes.frees(0)),
+    ("data-starvation", lambda: causes.loader([3000.0]), lambda: causes.loader([20.0])),
+    ("data-jitter", lambda: causes.loader([20.0] * 7 + [9000.0]), lambda: causes.loader([3000.0])),
+    ("gradient-sync-exposed", lambda: causes.gradients(3000.0, False), lambda: causes.gradients(3000.0, True)),
+    (
+        "small-collectives",
+        lambda: causes.small_messages(60, 2000, 20.0),
+        lambda: causes.small_messages(2, 20_000_000, 120.0),
+    ),
+    ("communication-heavy-plan", lambda: causes.heavy_plan(900.0), lambda: causes.heavy_plan(60.0)),
+    ("slow-link", lambda: causes.link(9000.0), lambda: causes.link(1000.0)),
+    ("slow-link", lambda: causes.link(70_000.0, ranks=64), lambda: causes.link(16_000.0, ranks=64)),
+    ("pipeline-bubble", lambda: causes.pipeline(3000.0), lambda: causes.pipeline(0.0)),
+    (
+        "float32-matmuls",
+        lambda: causes.products("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n", ["float", "float"]),
+        lambda: causes.products("nvjet_sm90_tst_128x256", ["c10::BFloat16", "c10::BFloat16"]),
+    ),
+    ("recompilation-storm", lambda: causes.compiling({2, 3, 4}), lambda: causes.compiling({1})),
+    ("garbage-collection", lambda: causes.collecting(1500.0), lambda: causes.collecting(5.0)),
+    ("prefill-dominates", lambda: causes.serving(40_000.0, 4), lambda: causes.serving(2_000.0, 40)),
+    ("unstable-steps", lambda: causes.uneven_steps({4, 9}), lambda: causes.uneven_steps(set())),
+]
+
+
+def diagnosed(path: Path, trace: Kineto) -> Diagnosis:
+    return diagnose_job(read_job([trace.write(path / "trace.json.gz")]))
+
+
+def found(diagnosis: Diagnosis, name: str) -> Finding | None:
+    return next((item for item in diagnosis.findings if item.name == name), None)
+
+
+@pytest.mark.parametrize(("name", "bad", "good"), PAIRS, ids=[f"{i}-{pair[0]}" for i, pair in enumerate(PAIRS)])
+def test_the_cause_is_found_and_its_likeness_is_not(name: str, bad: Make, good: Make, tmp_path: Path) -> None:
+    finding = found(diagnosed(tmp_path / "bad", bad()), name)
+    assert finding is not None
+    low, high = finding.gain
+    assert 0 <= low <= high <= 1 and high > 0
+    assert finding.evidence and finding.check and finding.proposal().setting
+    assert found(diagnosed(tmp_path / "good", good()), name) is None
+
+
+def test_a_clean_step_has_no_finding(tmp_path: Path) -> None:
+    diagnosis = diagnosed(tmp_path, clean(12))
+    assert diagnosis.findings == () and diagnosis.clean and diagnosis.verdict.startswith("clean")
+
+
+def test_what_the_planted_cause_costs_lies_in_the_range(tmp_path: Path) -> None:
+    """The synthetic host of `frees` loses exactly 150 µs a call, and a launch after it."""
+    planted = diagnosed(tmp_path / "bad", causes.frees(4))
+    finding = found(planted, "allocator")
+    assert finding is not None
+    lost = 4 * 4 * 150_000
+    assert finding.lower_ns <= lost <= finding.upper_ns * 1.05
+
+
+@pytest.mark.parametrize(
+    ("late", "name"),
+    [
+        (lambda rank, step: 900.0 if rank == 2 else 0.0, "straggler-constant"),
+        (lambda rank, step: 900.0 if rank == step % 4 else 0.0, "straggler-wandering"),
+        (lambda rank, step: 0.0, None),
+    ],
+    ids=["constant", "wandering", "none"],
+)
+def test_stragglers(late: Callable[[int, int], float], name: str | None, tmp_path: Path) -> None:
+    diagnosis = diagnose_job(read_job(causes.ranks(tmp_path, late)))
+    stragglers = [item.name for item in diagnosis.findings if item.name.startswith("straggler")]
+    assert stragglers == ([name] if name else [])
+    if name == "straggler-constant":
+        finding = found(diagnosis, name)
+        assert finding is not None and "rank 2" in finding.title
+        assert "slow_host_work" in " ".join(finding.evidence) or "host" in " ".join(finding.evidence)
+
+
+def test_recompute_is_a_finding_only_where_memory_is_known_to_be_free(tmp_path: Path) -> None:
+    again = read_job([causes.recomputing(True).write(tmp_path / "a.json")])
+    without = read_job([causes.recomputing(False).write(tmp_path / "b.json")])
+    name = "recompute-with-free-memory"
+    assert found(diagnose_job(again, memory_free=0.6), name) is not None
+    assert found(diagnose_job(again, memory_free=0.05), name) is None
+    assert found(diagnose_job(again), name) is None
+    assert found(diagnose_job(without, memory_free=0.6), name) is None

@@ -1,0 +1,94 @@
+"""A run traces itself every so many steps; the diagnosis reaches metrics.jsonl and every sink."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from headway.account.events import StepLine, TraceLine
+from headway.account.tree import STEP
+from headway.diagnose.background import compress, wait_for_ranks
+from headway.diagnose.job import Options, read_job
+from headway.diagnose.open import Said, open_diagnosis
+from headway.diagnose.periodic import PeriodicTrace
+from headway.train.clock import StepClock
+from headway.train.hook import HookPlace
+from headway.watch.tensorboard_sink import trace_scalars
+from tiny import run_file
+from train.running import history, run
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of twelve steps that traces from steps 4 and 8 on; an evaluation ends the second trace early."""
+    file = run_file(
+        tmp_path_factory.mktemp("periodic"),
+        train={"steps": 12, "global_batch_sequences": 2},
+        log={"quiet": True, "profile_every": 4, "profile_steps": 2},
+        checkpoint={"at_end": False},
+    )
+    run(file)
+    return file
+
+
+def test_the_breakdown_reaches_metrics(traced: Path) -> None:
+    lines = history(traced).traces
+    assert lines[0].step == 4
+    for line in lines:
+        assert line.note != "" or line.wall_ns > 0
+        assert line.wall_ns == sum(line.account.values()) > 0
+        assert all(path in STEP for path in line.account)
+        assert line.traced_steps == 2 and line.cost_ns > 0 and line.kernels > 0
+
+
+def test_traces_are_whole_and_compressed(traced: Path) -> None:
+    folder = traced.parent / "runs" / "tiny" / "traces" / "step-00000004"
+    assert sorted(path.name for path in folder.iterdir()) == ["diagnosis.json", "diagnosis.log", "rank-00000.json.gz"]
+    assert json.loads((folder / "diagnosis.json").read_text())["verdict"]
+    device = read_job([folder / "rank-00000.json.gz"]).ranks[0].device()
+    assert [row.name for row in device.steps.rows] == ["ProfilerStep#4", "ProfilerStep#5"]
+    assert device.shares.idle["data"] > 0  # the loop's own phase is seen as loading
+
+
+def test_every_step_is_still_accounted_and_closed(traced: Path) -> None:
+    kept = history(traced).kept
+    assert [line.step for line in kept] == list(range(1, 13))
+    assert all(sum(line.account.values()) == line.wall_ns for line in kept)
+
+
+def test_the_run_folder_is_diagnosed_with_its_newest_trace(traced: Path) -> None:
+    diagnosis = open_diagnosis([traced.parent / "runs" / "tiny"], Options(), Said())
+    assert diagnosis.kind == "run" and any("kernels from" in note for note in diagnosis.notes)
+
+
+def test_a_sink_gets_shares() -> None:
+    line = TraceLine(session=0, step=4, time=0.0, traced_steps=2, path="traces/x", wall_ns=100,
+                     account={"compute": 60, "data": 40}, idle={"data": 40}, utilisation=0.6, kernels=9)  # fmt: skip
+    values = trace_scalars(line)
+    assert values["trace/account/compute"] == 0.6 and values["trace/idle/data"] == 0.4
+    assert trace_scalars(TraceLine(session=0, step=4, time=0.0, traced_steps=2, path="x", note="unreadable")) == {}
+
+
+def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "traces").write_text("a file where the folder should be")
+    hook = PeriodicTrace(HookPlace(tmp_path, 0, 1, 0, StepClock("cpu")), every=1, steps=1)
+    for step in (1, 2):
+        assert hook.begin_step(step) == []
+    hook.pause()
+    assert hook.close() == []
+    assert "was not written" in capsys.readouterr().err
+
+
+def test_a_missing_rank_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.json").write_text("{}")
+    assert compress(tmp_path / "rank-00000.json").is_file()
+    assert len(wait_for_ranks(tmp_path, 2, wait_s=0.1)) == 1
+
+
+def test_profiling_can_be_switched_off(tmp_path: Path) -> None:
+    file = run_file(tmp_path, train={"steps": 3}, log={"quiet": True, "profile_every": None})
+    run(file)
+    assert history(file).traces == [] and not (tmp_path / "runs" / "tiny" / "traces").exists()
+    assert isinstance(history(file).kept[0], StepLine)
