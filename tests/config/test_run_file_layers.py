@@ -24,7 +24,7 @@ def test_each_layer_wins_over_those_before_it() -> None:
 
 def test_the_preset_itself_can_be_overridden() -> None:
     run = load("preset=fast", text=LEAST + "preset: naive\n")
-    assert run.config.preset == "fast" and run.config.model.recompute == "none"
+    assert run.config.preset == "fast" and run.config.model.recompute == "auto"  # naive says full
 
 
 def test_the_last_of_two_overrides_wins() -> None:
