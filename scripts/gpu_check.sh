@@ -18,6 +18,11 @@ timeout 150 "$python" -m pytest tests/gpu -q -p no:cacheprovider 2>&1 | tee "$ou
 echo "== peak"
 timeout 40 "$python" -m headway bench peak --device cuda --dtype bf16 --seconds 3 | tee "$out/peak.txt"
 
+echo "== kernels: every candidate checked and timed on the card"
+timeout 60 "$python" -m headway bench kernels scripts/gpu_check.yaml "data.sources=[$shards]" --seconds 40 \
+  2>&1 | tee "$out/kernels.txt" | tail -40
+[ "${PIPESTATUS[0]}" = 0 ] || failed=1
+
 train() { # name, overrides
   local name=$1; shift
   timeout 100 "$python" -m headway train scripts/gpu_check.yaml "name=$name" "out=$out/runs" "data.sources=[$shards]" "$@" \

@@ -29,7 +29,7 @@ def trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "train", "data", "data prepare", "data inspect", "checkpoint", "checkpoint list", "checkpoint verify", "checkpoint export", "report", "doctor", "bench", "bench peak", "bench data", "bench packing"],
+    ["", "train", "data", "data prepare", "data inspect", "checkpoint", "checkpoint list", "checkpoint verify", "checkpoint export", "report", "doctor", "bench", "bench peak", "bench data", "bench packing", "bench kernels"],
 )  # fmt: skip
 def test_help_is_there_and_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, _ = call(capsys, *command.split(), "--help")
@@ -207,3 +207,13 @@ def test_two_trainings_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code == 2 and "another training runs in this folder" in err
     other.release()
     assert call(capsys, "train", path, "train.steps=1")[0] == 0
+
+
+def test_bench_kernels_prints_every_candidate_and_keeps_the_choice(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
+    path = run_file(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "kernels", str(path), "--seconds", "9"])
+    out = capsys.readouterr().out
+    assert end.value.code in (0, None) and "linear_loss" in out and "chunked" in out and "its kernels are for CUDA" in out
+    assert (tmp_path / "home" / "kernels.json").is_file()

@@ -222,3 +222,29 @@ def test_without_time_everything_stays_plain_and_says_so():
     assert all(
         "time for choosing" in r.reason for c in measured.choices for r in c.results if r.name in ("lean", "chunked")
     )
+
+
+def test_tables_and_lengths_of_any_pack_meet_few_shapes_and_change_nothing():
+    """P20: one shape a pack would be one compilation a pack."""
+    from dataclasses import replace
+
+    import numpy as np
+
+    from headway.model.forward import bucketed_table
+
+    def pack(documents, slots=8193):
+        bounds = np.linspace(0, slots, documents + 1).astype(np.int32)
+        base = _batch(320)
+        ids = torch.zeros(1, slots, dtype=torch.int64)
+        longest = int(np.diff(bounds).max())
+        return replace(base, input_ids=ids, cu_seqlens=torch.from_numpy(bounds), max_seqlen=longest)
+
+    packs = [pack(n) for n in range(1, 501)]
+    tables = [bucketed_table(each) for each in packs]
+    assert len({len(table) for table, _ in tables}) <= 4 and len({longest for _, longest in tables}) <= 8
+    for each, (table, longest) in zip(packs, tables, strict=True):
+        lengths = table.diff()
+        assert torch.equal(lengths[lengths > 0], each.cu_seqlens.diff()) and table.dtype == torch.int32
+        assert each.max_seqlen <= longest <= each.slots
+    plain_shapes = {(len(each.cu_seqlens), each.max_seqlen) for each in packs}
+    assert len(plain_shapes) > 400, "without buckets this would not show"

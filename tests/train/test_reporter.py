@@ -134,3 +134,22 @@ def test_an_incident_is_a_line_in_the_ledger(reporter: Reporter, capsys: pytest.
     reporter.incident("checkpoint failed", 7, "no space left", "went on without it")
     assert '"fault":"checkpoint failed"' in reporter.incidents.read_text()
     assert "step 7: checkpoint failed: no space left" in capsys.readouterr().err
+
+
+def test_compiling_that_does_not_end_is_an_incident_and_said_once(reporter: Reporter, monkeypatch) -> None:
+    from headway.train.reporter import COMPILING_STEPS, MAX_LATE_GRAPHS
+
+    reporter.compiled = True
+    stats = torch._dynamo.utils.counters["stats"]
+    monkeypatch.setitem(stats, "unique_graphs", 0)
+    graphs = 0
+    for step in range(1, 12):
+        # Honest: many graphs at the start, one now and then. Planted: five a step from step 6.
+        graphs += 100 if step <= COMPILING_STEPS else 5 if step >= 6 else 1
+        monkeypatch.setitem(stats, "unique_graphs", graphs)
+        make(reporter, step, (1.0, 1.0, 1.0, 1.0))
+        reporter.tell_finished()
+        late = max(0, graphs - 100 * COMPILING_STEPS)
+        assert reporter.incidents.is_file() == (late > MAX_LATE_GRAPHS)
+    lines = reporter.incidents.read_text().splitlines()
+    assert len(lines) == 1 and "recompiles" in lines[0]

@@ -11,7 +11,7 @@ import typer
 from headway.cli.output import print_json
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure the machine (peak), the parts (data, packing) and the whole (speed)."
+    no_args_is_help=True, help="Measure the machine (peak), the parts (data, packing, kernels) and the whole (speed)."
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -73,6 +73,28 @@ def packing(
 
     lines = compare(documents, capacity, rounds, peer_repeats=1)
     print_json({"lines": lines}) if json else print("\n".join(lines))
+
+
+@app.command()
+def kernels(
+    run_file: Annotated[Path, typer.Argument(help="Run file: model, data, slots, precision.", metavar="RUN.yaml")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value …", metavar="[KEY=VALUE …]")] = None,
+    seconds: Annotated[float, typer.Option(help="Time for measuring, all operations together.")] = 180.0,
+    json: Json = False,
+) -> int:
+    """Check and time every kernel that `model.fuse: auto` chooses from, on this run's shapes; keep the choices.
+
+    Exit code 1 when a candidate computed something wrong (it is never used).
+
+    Example: headway bench kernels run.yaml data.slots=16384
+    """
+    from headway.bench.kernels import bench_kernels, lines
+    from headway.config.load import load_run
+    from headway.train.fusing import as_record
+
+    chosen = bench_kernels(load_run(run_file, overrides or []).config, seconds, lambda text: None)
+    print_json(as_record(chosen)) if json else print("\n".join(lines(chosen)))
+    return 1 if any(result.wrong for choice in chosen.choices for result in choice.results) else 0
 
 
 @app.command()

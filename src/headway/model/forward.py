@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -18,6 +19,9 @@ from headway.data.batch import PADDING_DOC, Batch
 from headway.model.attention import NAME
 from headway.model.head import Phase, loss_head, take_loss
 from headway.model.loss import LossSum, loss_sum
+
+TABLE_BUCKET = 64
+LENGTH_BUCKET = 128
 
 
 def forward_logits(model: nn.Module, batch: Batch) -> Tensor:
@@ -85,11 +89,25 @@ def call_arguments(attention: str, batch: Batch) -> dict[str, Any]:
     if attention == NAME:
         arguments["input_ids"] = batch.input_ids.view(1, -1)
         arguments["position_ids"] = batch.position_ids.view(1, -1)
-        arguments["cu_seq_lens_q"] = arguments["cu_seq_lens_k"] = batch.cu_seqlens
-        arguments["max_length_q"] = arguments["max_length_k"] = batch.max_seqlen
+        table, longest = bucketed_table(batch)
+        arguments["cu_seq_lens_q"] = arguments["cu_seq_lens_k"] = table
+        arguments["max_length_q"] = arguments["max_length_k"] = longest
     elif not batch.packed:
         arguments["attention_mask"] = real_token_mask(batch)
     return arguments
+
+
+def bucketed_table(batch: Batch) -> tuple[Tensor, int]:
+    """The document table with empty documents at its end up to 64, 128, 256, … entries, and the longest length rounded
+    up to a power of two (within the pack): a compiled layer, whose guards see both, meets a handful of cases."""
+    entries, longest = TABLE_BUCKET, LENGTH_BUCKET
+    while entries < len(batch.cu_seqlens):
+        entries *= 2
+    while longest < batch.max_seqlen:
+        longest *= 2
+    # The value is known here: no wait for the device.
+    table = F.pad(batch.cu_seqlens, (0, entries - len(batch.cu_seqlens)), value=batch.slots)
+    return table, min(longest, batch.slots)
 
 
 def real_token_mask(batch: Batch) -> Tensor:

@@ -47,7 +47,7 @@ from headway.train.data import Say, evaluation_view, make_stream, prepare_source
 from headway.train.evaluate import Evaluator
 from headway.train.export import export_live
 from headway.train.flop_counter import FlopCounter
-from headway.train.fusing import as_record, fuse
+from headway.train.fusing import as_record, compute_dtype, fuse
 from headway.train.hook import HookFactory, HookPlace
 from headway.train.loss_scale import LossScale
 from headway.train.memory import Fit
@@ -60,7 +60,6 @@ from headway.train.step import Learner
 from headway.train.supply import Supply
 
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ def _find_place(config: RunConfig, rank_env: RankEnv | None) -> Place:
         use_deterministic_kernels()
     world = rank_env.world_size if rank_env else 1
     replicate, shard = config.parallel.dims(world)
-    dtype = _DTYPES.get(config.train.precision, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    dtype = compute_dtype(config.train.precision, device.type)
     rank, here = (rank_env.rank, rank_env.local_world_size) if rank_env else (0, 1)
     return Place(device, Layout(replicate, shard), rank, dtype, here)
 

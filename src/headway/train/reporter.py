@@ -25,6 +25,9 @@ from headway.record.jsonl import JsonlWriter
 from headway.train.clock import StepClock
 from headway.train.scalars import Scalars
 
+# The first steps compile; later ones meet a new bucket of table size or longest length now and then.
+COMPILING_STEPS = 2
+MAX_LATE_GRAPHS = 16
 # Ten let a stray bad batch pass, but not a broken run.
 MAX_SKIPPED = 10
 OVERFLOW = "float16 overflow, loss scale halved"
@@ -69,6 +72,8 @@ class Reporter:
     cost_ns: int = 0
     _pending: deque[StepFacts] = field(default_factory=deque)
     _graphs: int = 0
+    _steps_told: int = 0
+    _late_graphs: int = 0
 
     def launched(self, facts: StepFacts) -> None:
         self._pending.append(facts)
@@ -186,8 +191,24 @@ class Reporter:
         before, self._graphs = self._graphs, torch._dynamo.utils.counters["stats"]["unique_graphs"]
         return self._graphs - before
 
+    def _watch_compilations(self, line: StepLine) -> None:
+        """Says once when compiling does not end: buckets bound the cases that a layer meets, so a storm has a cause."""
+        self._steps_told += 1
+        if self._steps_told <= COMPILING_STEPS:
+            return
+        before, self._late_graphs = self._late_graphs, self._late_graphs + line.recompiles
+        if before <= MAX_LATE_GRAPHS < self._late_graphs:
+            self.incident(
+                "recompiles",
+                line.step,
+                f"{self._late_graphs} graphs compiled after the session's first {COMPILING_STEPS} steps, "
+                f"{MAX_LATE_GRAPHS} are expected at most",
+                "training goes on, slower; TORCH_LOGS=recompiles names the cause, train.compile=false avoids it",
+            )
+
     def _judge(self, line: StepLine) -> None:
         """Stops a run that no longer learns; its checkpoints stay as they are."""
+        self._watch_compilations(line)
         if line.nll == 0.0:
             raise UserError(
                 f"step {line.step}: the loss is exactly 0 over {line.trained_tokens} trained tokens: the model sees "

@@ -1,0 +1,32 @@
+"""`fuse: auto` on a card: every importable candidate is right, and a fused model trains as the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headway.model.forward import forward_loss
+from headway.model.kernels.choose import Setting, install_kernels, measure_kernels
+from headway.model.kernels.whole import _batch
+from headway.model.load import load_model
+from tiny import config
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_candidate_is_wrong_and_the_model_stays_the_same(dtype, tmp_path, monkeypatch):
+    monkeypatch.setenv("HEADWAY_HOME", str(tmp_path))
+    sizes = config(hidden_size=512, intermediate_size=1024, num_attention_heads=8, head_dim=64, vocab_size=32003)
+    model = load_model(config=sizes, dtype="float32", attention="headway", seed=3).cuda()
+    device = torch.device("cuda", 0)
+    setting = Setting(4096, 0.5, dtype, device, "test")
+    batch = _batch(32003).to(device)
+    with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        before = float(forward_loss(model, batch).loss.detach())
+        measured = measure_kernels(model, setting, budget=60)
+        wrong = [(c.operation, r.name, r.reason) for c in measured.choices for r in c.results if r.wrong]
+        assert not wrong
+        assert install_kernels(model, setting, measured).loss_head()
+        after = float(forward_loss(model, batch).loss.detach())
+    assert after == pytest.approx(before, rel=1e-4 if dtype == torch.float32 else 2e-2)
