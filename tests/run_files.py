@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import annotated_types
 from hypothesis import strategies as st
@@ -73,12 +73,18 @@ SOURCE = st.fixed_dictionaries({"path": PATH}, optional={"weight": st.floats(0.1
 def _of_key(key: Key) -> st.SearchStrategy[Any]:
     """Values of a key by its type and limits, so that a new key is covered without a change here."""
     limits: dict[str, float] = {}
-    for limit in key.field.metadata:
+    for limit in [*key.field.metadata, *_limits_of_members(key.field.annotation)]:
         for name in ("ge", "gt", "le", "lt"):
             if hasattr(limit, name) and isinstance(limit, annotated_types.BaseMetadata):
                 limits[name] = getattr(limit, name)
     options = [_of_type(part, limits, key) for part in members(key.field.annotation)]
     return st.one_of(options)
+
+
+def _limits_of_members(annotation: Any) -> list[Any]:
+    """Limits of one member of a union, as in `Literal["auto"] | Annotated[int, Field(ge=1)]`."""
+    marked = [part for part in get_args(annotation) if get_origin(part) is Annotated]
+    return [limit for part in marked for mark in part.__metadata__ for limit in getattr(mark, "metadata", [])]
 
 
 def _of_type(kind: Any, limits: dict[str, float], key: Key) -> st.SearchStrategy[Any]:
