@@ -215,5 +215,7 @@ def test_bench_kernels_prints_every_candidate_and_keeps_the_choice(tmp_path, mon
     with pytest.raises(SystemExit) as end:
         main(["bench", "kernels", str(path), "--seconds", "9"])
     out = capsys.readouterr().out
-    assert end.value.code in (0, None) and "linear_loss" in out and "chunked" in out and "its kernels are for CUDA" in out
+    assert (
+        end.value.code in (0, None) and "linear_loss" in out and "chunked" in out and "its kernels are for CUDA" in out
+    )
     assert (tmp_path / "home" / "kernels.json").is_file()
