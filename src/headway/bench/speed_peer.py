@@ -15,6 +15,11 @@ import time
 from importlib.metadata import version
 from typing import Any
 
+if __name__ == "__main__":
+    # Python puts a script's own folder first: our kernels.py would be taken for the package that transformers imports.
+    _own = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != _own]
+
 import numpy as np
 import torch
 
