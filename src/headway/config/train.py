@@ -77,7 +77,7 @@ class TrainConfig(Section):
     sensitive: list[str] = Field(
         default=["*norm*", "*router*", "*.gate", "lm_head"],
         description="Modules kept in float32 and out of float8, by name pattern; of the head only the loss is float32, "
-        "because its product alone would cost more there than all layers.",
+        "its product runs in the compute type.",
         json_schema_extra=marks(identity=True, allowed="a list of name patterns, e.g. [*norm*, *.mlp.down_proj]"),
     )
     compile: bool = Field(

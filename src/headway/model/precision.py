@@ -26,7 +26,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 def sensitive_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """The innermost modules with parameters of their own that the patterns name, the output head left out (its loss is
-    float32 whatever happens; its product in float32 would cost more than all layers).
+    float32 whatever happens; its product runs in the compute type).
 
     Raises UserError for a pattern that contains no wildcard and names nothing: it is a typing error.
     """
