@@ -14,7 +14,6 @@ from headway.account.errors import UserError
 from headway.account.events import Flops
 from headway.account.tree import STEP
 from headway.config.load import load_run
-from headway.config.model import ModelConfig
 from headway.config.run import RunConfig
 from headway.prove.verify import verify
 from headway.train.data import prepare_sources
@@ -23,8 +22,6 @@ from headway.tune.profile import Profile, profile
 from headway.tune.registry import DATA, ranked
 from headway.tune.rounds import Round, changed, table, tune
 from headway.tune.write import tuned_text
-
-FUSES = "fuse" in ModelConfig.model_fields
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +75,7 @@ def run_tune(
 def test_the_naive_preset_is_mended_by_itself(run_file: Path) -> None:
     rounds, config = run_tune(naive(run_file))
     kept = {each.remedy.name for each in rounds if each.kept}
-    assert kept >= {"pack", "recompute off", "larger micro-batch"} | ({"fused loss and kernels"} if FUSES else set())
+    assert kept >= {"pack", "recompute off", "larger micro-batch", "fused loss and kernels"}
     assert config.data.packed and config.model.recompute == "auto"
     by_hand = changed(load_run(run_file, ["preset=fast"]).config, {"data.slots": config.data.slots})
     assert pretended(config).speed >= 0.9 * pretended(by_hand).speed

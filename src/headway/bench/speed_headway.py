@@ -14,10 +14,8 @@ from typing import Any
 import msgspec
 import torch
 
-from headway.account.account import Account, sum_accounts
-from headway.account.events import Flops, Line, StepLine
+from headway.account.events import Flops
 from headway.account.run_clock import RunClock
-from headway.account.tree import STEP, UNACCOUNTED
 from headway.bench.speed_peer import Answers, core_seconds
 from headway.config.load import load_run
 from headway.config.run import RunConfig
@@ -26,20 +24,7 @@ from headway.train.build import build_run
 from headway.train.data import make_stream, training_view
 from headway.train.evaluate import Evaluator
 from headway.train.run import Run
-
-
-class Collected:
-    """An observer that keeps the step lines of the round in progress."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepLine] = []
-
-    def tell(self, line: Line) -> None:
-        if isinstance(line, StepLine):
-            self.steps.append(line)
-
-    def close(self) -> None:
-        pass
+from headway.train.step_lines import StepLines, account_of
 
 
 def main() -> None:
@@ -47,7 +32,7 @@ def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     torch.set_num_threads(settings["threads"])
     config = load_run(settings["run_file"]).config
-    collected = Collected()
+    collected = StepLines()
     run = build_run(config, None, RunClock(), observers=lambda: [collected], say=_to_stderr)
     answers.say(
         event="ready",
@@ -82,7 +67,7 @@ def check(run: Run, documents: str) -> dict[str, Any]:
     return {"nll": found.nll * found.tokens, "trained": found.tokens}
 
 
-def one_round(run: Run, collected: Collected, count: int) -> dict[str, Any]:
+def one_round(run: Run, collected: StepLines, count: int) -> dict[str, Any]:
     """One epoch over the `count` documents, in the words of the loop."""
     collected.steps.clear()
     began, cores = time.perf_counter(), core_seconds()
@@ -98,7 +83,6 @@ def one_round(run: Run, collected: Collected, count: int) -> dict[str, Any]:
     run.reporter.tell_finished()
     seconds, cores = time.perf_counter() - began, core_seconds() - cores
     steps = collected.steps
-    account = sum_accounts([_account(line) for line in steps])
     return {
         "seconds": seconds,
         "core_seconds": cores,
@@ -106,14 +90,9 @@ def one_round(run: Run, collected: Collected, count: int) -> dict[str, Any]:
         "tokens": sum(line.tokens for line in steps),
         "trained": sum(line.trained_tokens for line in steps),
         "steps": len(steps),
-        "account": account.to_dict(),
+        "account": account_of(steps).to_dict(),
         "flops": msgspec.to_builtins(sum((line.flops for line in steps), Flops())),
     }
-
-
-def _account(line: StepLine) -> Account:
-    parts = {path: ns for path, ns in line.account.items() if path != UNACCOUNTED}
-    return Account.close(STEP, line.wall_ns, parts)
 
 
 def _to_stderr(text: str) -> None:

@@ -14,10 +14,9 @@ from headway.account.run_clock import RunClock
 from headway.config.run import RunConfig
 from headway.data.batch import Batch
 from headway.data.view import View
-from headway.model.forward import forward_logits
-from headway.model.loss import loss_sum
 from headway.prove.rebatch import micro_batches
 from headway.train.build import build_run
+from headway.train.evaluate import held_out_sums
 from headway.train.run import Run
 
 
@@ -69,17 +68,8 @@ class Trainee:
 
     def evaluate(self, batches: Sequence[Batch]) -> tuple[float, int]:
         """(sum of nll, trained tokens) without a gradient."""
-        replicas = self.run.learner.replicas
-        replicas.call.eval()
-        total, tokens = 0.0, 0
-        with torch.no_grad():
-            for batch in batches:
-                with replicas.autocast():
-                    logits = forward_logits(replicas.call, batch)
-                found = loss_sum(logits, batch.labels)
-                total, tokens = total + float(found.nll_sum), tokens + int(found.tokens)
-        replicas.call.train()
-        return total, tokens
+        nll, tokens, _ = held_out_sums(self.run.learner.replicas, batches, self.device).tolist()
+        return nll, int(tokens)
 
     def close(self) -> None:
         """Lets go of the folder and of the signals. The process stays usable for the next trainee."""

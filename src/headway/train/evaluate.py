@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from headway.account.errors import UserError
 from headway.data.batch import Batch
@@ -39,17 +40,8 @@ class Evaluator:
     def run(self, replicas: Replicas) -> Evaluation:
         """Leaves the model in the mode it was in. Every rank takes part: FSDP gathers weights in the forward pass."""
         started = time.perf_counter()
-        training = replicas.module.training
-        replicas.call.eval()
-        # nll sum, trained tokens, documents; float64 holds the counts exactly.
-        sums = torch.zeros(3, dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for batch in self._micro_batches():
-                with replicas.autocast():
-                    loss = forward_loss(replicas.call, batch)
-                sums += torch.stack([loss.nll_sum.double(), loss.tokens.double(), sums.new_tensor(len(batch.lengths))])
+        sums = held_out_sums(replicas, self._micro_batches(), self.device)
         replicas.sum_over_ranks(sums)
-        replicas.call.train(training)
         nll, tokens, documents = sums.tolist()
         if not tokens:
             raise UserError("eval: no held-out document has a trained token; check eval.data")
@@ -65,3 +57,20 @@ class Evaluator:
                 taken += 1
                 yield batch.to(self.device)
             position = fed.next
+
+
+def held_out_sums(replicas: Replicas, batches: Iterable[Batch], device: torch.device) -> Tensor:
+    """This rank's sums without a gradient: float64 [3] of nll, trained tokens and documents.
+
+    Leaves the model in the mode it was in.
+    """
+    training = replicas.module.training
+    replicas.call.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=device)  # holds the counts exactly
+    with torch.no_grad():
+        for batch in batches:
+            with replicas.autocast():
+                loss = forward_loss(replicas.call, batch)
+            sums += torch.stack([loss.nll_sum.double(), loss.tokens.double(), sums.new_tensor(len(batch.lengths))])
+    replicas.call.train(training)
+    return sums

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import torch
 
-from headway.account.account import Account, sum_accounts
-from headway.account.events import Flops, Line, StepLine
+from headway.account.account import Account
+from headway.account.events import Flops, StepLine
 from headway.account.run_clock import RunClock
-from headway.account.tree import STEP, UNACCOUNTED
 from headway.config.run import RunConfig
 from headway.prove.trainee import prepared
 from headway.train.build import build_run
+from headway.train.step_lines import StepLines, account_of
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,13 @@ class Profile:
         return 1 - self.tokens / self.slots
 
 
-class _Lines:
-    def __init__(self) -> None:
-        self.steps: list[StepLine] = []
-
-    def tell(self, line: Line) -> None:
-        if isinstance(line, StepLine):
-            self.steps.append(line)
-
-    def close(self) -> None:
-        pass
-
-
 def profile(config: RunConfig, scratch: Path, *, steps: int, warm_up: int = 1) -> Profile:
     """Runs `warm_up` steps that do not count and `steps` that do, in the words of the training loop.
 
     Raises:
         UserError: the configuration cannot be built, or does not fit into memory.
     """
-    lines = _Lines()
+    lines = StepLines()
     run = build_run(prepared(config, scratch), None, RunClock(), observers=lambda: [lines], say=lambda text: None)
     try:
         run.start()
@@ -82,11 +70,7 @@ def profile(config: RunConfig, scratch: Path, *, steps: int, warm_up: int = 1) -
 
 def summed(lines: list[StepLine], peak_flops: float | None) -> Profile:
     """Several steps as one profile."""
-    accounts = [
-        Account.close(STEP, line.wall_ns, {path: ns for path, ns in line.account.items() if path != UNACCOUNTED})
-        for line in lines
-    ]
-    account = sum_accounts(accounts)
+    account = account_of(lines)
     flops = sum((line.flops for line in lines), Flops())
     seconds = account.wall_ns / 1e9
     return Profile(

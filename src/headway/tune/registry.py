@@ -73,7 +73,7 @@ def recompute(config: RunConfig, seen: Profile) -> Remedy | None:
 
 def fuse(config: RunConfig, seen: Profile) -> Remedy | None:
     """Head and loss as one, and the fastest right kernel of each kind on this run's shapes."""
-    if getattr(config.model, "fuse", None) != "none":
+    if config.model.fuse != "none":
         return None
     share = seen.account.share("compute.loss")
     return Remedy(
