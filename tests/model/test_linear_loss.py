@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from headway.data.batch import IGNORE
@@ -42,8 +42,17 @@ def check(name, leaves, labels, z_loss, smoothing, tolerance=2e-5):
     expected, expected_nll, grads = reference(leaves, labels, z_loss, smoothing)
     assert torch.allclose(loss.detach().double(), expected, rtol=tolerance, atol=tolerance)
     assert torch.allclose(nll.double(), expected_nll, rtol=tolerance, atol=tolerance) and not nll.requires_grad
-    for found, wanted in zip([x.grad for x in leaves if x is not None], grads, strict=True):
-        assert compare([found], [wanted]) < tolerance if float(wanted.norm()) else not found.any()
+    plain = plain_errors(leaves, labels, z_loss, smoothing, grads)
+    for found, wanted, own in zip([x.grad for x in leaves if x is not None], grads, plain, strict=True):
+        assert compare([found], [wanted]) < max(tolerance, 2 * own) if float(wanted.norm()) else not found.any()
+
+
+def plain_errors(leaves, labels, z_loss, smoothing, grads):
+    """What float32 itself loses on this case: where a row is all but sure of its label, 1 - p cancels in any order."""
+    own = [None if x is None else x.detach().clone().requires_grad_() for x in leaves]
+    loss, _ = IMPLEMENTATIONS["eager"](*own, labels, z_loss, smoothing)
+    (loss * 0.37).backward()
+    return [compare([x.grad], [w]) for x, w in zip([x for x in own if x is not None], grads, strict=True)]
 
 
 @settings(max_examples=40, deadline=None)
@@ -57,6 +66,8 @@ def check(name, leaves, labels, z_loss, smoothing, tolerance=2e-5):
     bias=st.booleans(),
     seed=st.integers(0, 999),
 )
+# Sure of its label to 1.4e-4: plain float32 is off by 1.1e-4 itself.
+@example(rows=1, vocab=2, z_loss=0.0, smoothing=0.0, chunk=1, ignored=0.0, bias=False, seed=282)
 def test_chunked_equals_float64_in_every_mode(rows, vocab, z_loss, smoothing, chunk, ignored, bias, seed):
     leaves, labels = case(rows, vocab, seed, ignored, bias)
     before = linear_loss.CHUNK_ELEMENTS_CPU, linear_loss.CACHED_ELEMENTS_CPU
