@@ -13,6 +13,7 @@ from headway.account.events import Flops, Line, StepLine
 from headway.account.run_clock import RunClock
 from headway.account.totals import Totals
 from headway.data.global_batch import Position
+from headway.guard.ledger import Ledger
 from headway.record.jsonl import JsonlWriter
 from headway.train.clock import StepClock
 from headway.train.reporter import MAX_SKIPPED, Reporter, StepFacts
@@ -45,7 +46,7 @@ def reporter(tmp_path: Path, heard: Heard) -> Reporter:
         session_totals=Totals(),
         observers=[heard],
         rank_file=JsonlWriter(tmp_path / "rank.jsonl"),
-        incidents=tmp_path / "incidents.jsonl",
+        ledger=Ledger(tmp_path / "incidents.jsonl"),
         peak_flops=None,
     )
 
@@ -132,7 +133,7 @@ def test_lines_are_told_late_when_the_device_is_still_at_work(reporter: Reporter
 
 def test_an_incident_is_a_line_in_the_ledger(reporter: Reporter, capsys: pytest.CaptureFixture[str]) -> None:
     reporter.incident("checkpoint failed", 7, "no space left", "went on without it")
-    assert '"fault":"checkpoint failed"' in reporter.incidents.read_text()
+    assert '"fault":"checkpoint failed"' in reporter.ledger.path.read_text()
     assert "step 7: checkpoint failed: no space left" in capsys.readouterr().err
 
 
@@ -150,6 +151,6 @@ def test_compiling_that_does_not_end_is_an_incident_and_said_once(reporter: Repo
         make(reporter, step, (1.0, 1.0, 1.0, 1.0))
         reporter.tell_finished()
         late = max(0, graphs - 100 * COMPILING_STEPS)
-        assert reporter.incidents.is_file() == (late > MAX_LATE_GRAPHS)
-    lines = reporter.incidents.read_text().splitlines()
+        assert reporter.ledger.path.is_file() == (late > MAX_LATE_GRAPHS)
+    lines = reporter.ledger.path.read_text().splitlines()
     assert len(lines) == 1 and "recompiles" in lines[0]

@@ -158,7 +158,12 @@ Line = StepLine | EvalLine | CheckpointLine | SessionStart | SessionEnd | TraceL
 
 
 class Incident(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the ledger, incidents.jsonl."""
+    """One line of the ledger, incidents.jsonl. A later line with the same id replaces it (the losses known by then).
+
+    time is the wall clock's and may jump; monotonic_ns orders the incidents of one boot of one host. seconds_lost is
+    rework, downtime and stall together. phase is where in the step the rank was, detect_s from the fault to its
+    detection (None: unknown), recover_s from there to the first new step (None: nothing had to recover).
+    """
 
     id: str
     fault: str
@@ -172,6 +177,9 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
     steps_lost: int = 0
     seconds_lost: float = 0.0
     link: str = ""
+    phase: str = ""
+    detect_s: float | None = None
+    recover_s: float | None = None
 
 
 class Quarantined(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from headway.data.vocabulary import check_vocabulary
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.environment import collect_environment
 from headway.guard.folder_lock import FolderLock
+from headway.guard.ledger import Ledger
 from headway.guard.process_group import control, init_process_group
 from headway.guard.ranks import RankEnv
 from headway.guard.signals import StopRequest
@@ -146,7 +147,7 @@ def _build(
         session_totals=Totals(),
         observers=observers(),
         rank_file=JsonlWriter(folder.rank(place.rank)),
-        incidents=folder.incidents,
+        ledger=Ledger(folder.incidents, rank=place.rank),
         peak_flops=peak.flops * place.world if peak.flops else None,
         compiled=config.train.compile or (kernels is not None and kernels.compiles()),
     )

@@ -7,20 +7,19 @@ import resource
 import socket
 import sys
 import time
-import uuid
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from headway.account.account import Account
 from headway.account.errors import UserError
-from headway.account.events import Flops, Incident, Line, Observer, RankLine, StepLine
+from headway.account.events import Flops, Line, Observer, RankLine, StepLine
 from headway.account.run_clock import RunClock
 from headway.account.totals import Totals
 from headway.data.global_batch import Position
+from headway.guard.ledger import Ledger
 from headway.record.jsonl import JsonlWriter
 from headway.train.clock import StepClock
 from headway.train.scalars import Scalars
@@ -65,7 +64,7 @@ class Reporter:
     session_totals: Totals
     observers: Sequence[Observer]
     rank_file: JsonlWriter
-    incidents: Path
+    ledger: Ledger
     peak_flops: float | None
     compiled: bool = False
     skipped_in_a_row: int = 0
@@ -114,22 +113,7 @@ class Reporter:
         return self.totals.steps + len(self._pending) + 1
 
     def _write_incident(self, fault: str, step: int, evidence: str, action: str, seconds_lost: float) -> None:
-        line = Incident(
-            id=uuid.uuid4().hex[:12],
-            fault=fault,
-            step=step,
-            time=time.time(),
-            monotonic_ns=time.monotonic_ns(),
-            host=socket.gethostname(),
-            rank=self.rank,
-            evidence=evidence,
-            action=action,
-            seconds_lost=seconds_lost,
-        )
-        ledger = JsonlWriter(self.incidents)
-        ledger.append(line)
-        ledger.close()
-        print(f"headway: step {step}: {fault}: {evidence}; {action}", file=sys.stderr, flush=True)
+        self.ledger.record(fault, step, evidence=evidence, action=action, seconds_lost=seconds_lost)
 
     def out_of_memory(self, evidence: str, action: str, seconds: float) -> None:
         """Tells of an attempt at a step that some rank had no memory for."""

@@ -19,6 +19,7 @@ from headway.account.events import CheckpointLine, EvalLine, Flops, Incident, Qu
 from headway.account.waterfall import Waterfall, waterfall
 from headway.account.whole_run import SessionTime, whole_run
 from headway.record.folder import RunFolder
+from headway.record.incidents import read_incidents
 from headway.record.jsonl import read_jsonl
 from headway.record.sessions import History, Session, read_history
 from headway.watch.checks import add_up, problems_of, run_ns_of
@@ -189,7 +190,7 @@ def read_summary(run: RunFolder, history: History | None = None) -> Summary:
         fall, trouble = _fall(run_account, step_account, counts.flops, _mean_peak(sessions))
         problems += trouble
     ranks = read_ranks(run, {(line.session, line.step) for line in kept}, sessions[-1].world_size if sessions else 0)
-    incidents = read_jsonl(run.incidents, Incident)
+    incidents = read_incidents(run.incidents)
     quarantined = read_jsonl(run.quarantine, Quarantined)
     bad = {"metrics.jsonl": history.bad, "incidents.jsonl": incidents.bad, "quarantine.jsonl": quarantined.bad}
     bad.update(ranks.bad if ranks else {})
