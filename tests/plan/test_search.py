@@ -11,7 +11,7 @@ import pytest
 from headway.account.errors import UserError
 from headway.cli.main import main
 from headway.plan.cluster import cluster_from, find_device, load_cluster
-from headway.plan.decision import cost_of, loses, parse_deadline
+from headway.plan.explain import loses
 from headway.plan.layout import Layout, problems
 from headway.plan.predict import predict
 from headway.plan.search import HEADROOM, search
@@ -90,16 +90,10 @@ def test_objective_memory_prefers_the_smallest() -> None:
     assert small.memory.needed < fast.memory.needed and small.step_s > fast.step_s
 
 
-def test_money_and_losses_add_up() -> None:
+def test_losses_add_up() -> None:
     found = search(job(), load_cluster("H100x16"))
-    cost = cost_of(found.plans[0], 1e12)
-    assert cost.gpu_hours == pytest.approx(1e12 / found.plans[0].tokens_per_s_per_gpu / 3600)
-    assert cost.dollars == pytest.approx(cost.gpu_hours * 2.95)
     gaps = loses(found.plans[0], found.plans[-1])
     assert sum(gap for _, gap in gaps) == pytest.approx(found.plans[-1].step_s - found.plans[0].step_s, abs=1e-4)
-    assert parse_deadline("12h") == 43200 and parse_deadline("2w") == parse_deadline("14d")
-    with pytest.raises(UserError, match="--deadline"):
-        parse_deadline("soon")
 
 
 def test_clusters_from_yaml_and_their_errors(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def explain(
 
     Example: headway plan explain --model llama3-70b --cluster H100x64 --fix tp=4,pp=4
     """
-    from headway.plan.decision import bottlenecks, loses
+    from headway.plan.explain import bottlenecks, loses
     from headway.plan.search import search
 
     work = make_workload(model, seq, global_batch, precision, mean_square)

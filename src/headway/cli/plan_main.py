@@ -11,38 +11,49 @@ import typer
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.plan_options import Fix, Json, MeanSquare, cluster_of, make_workload, parse_fix
+from headway.cli.plan_options import Fix, Json, MeanSquare, cluster_of, factor_of, make_workload, parse_fix
 
 
 def plan(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="config.json, its folder, or a preset such as llama3-70b.")] = "",
-    cluster: Annotated[str, typer.Option(help="H100x1024, or a YAML file (docs/plan.md has its keys).")] = "",
+    cluster: Annotated[
+        list[str] | None, typer.Option(help="H100x1024, or a YAML file (docs/plan.md); again for a choice of clusters.")
+    ] = None,
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 8192,
     global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step.")] = 512,
-    tokens: Annotated[float, typer.Option(help="Tokens to train on; gives days, GPU-hours and dollars.")] = 0.0,
+    tokens: Annotated[float, typer.Option(help="Tokens to train on; gives days, GPU-hours, dollars, energy.")] = 0.0,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp8 or fp4.")] = "bf16",
     mean_square: MeanSquare = None,
     fix: Fix = "",
     objective: Annotated[str, typer.Option(help="time, cost or memory.")] = "time",
     deadline: Annotated[str, typer.Option(help="The run must end within, e.g. 30d.")] = "",
-    budget: Annotated[float, typer.Option(help="The run must cost at most so many dollars.")] = 0.0,
+    budget: Annotated[float | None, typer.Option(help="The run must cost at most so many dollars.")] = None,
     price: Annotated[
-        float, typer.Option(help="Dollars per GPU and hour, in place of the published typical one.")
-    ] = 0.0,
+        float | None, typer.Option(help="Dollars per GPU and hour, in place of the published typical one.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Failures per GPU-day, or a published one: llama3-405b … (plan goodput).")
+    ] = None,
+    ettr: Annotated[float | None, typer.Option(help="Productive share of the wall clock, in place of --rate.")] = None,
+    trained_share: Annotated[float, typer.Option(help="Tokens with a label over all tokens.")] = 1.0,
+    power_share: Annotated[float, typer.Option(help="Average draw over the GPU's TDP.")] = 0.8,
     calibrate: Annotated[Path | None, typer.Option(help="Rows or factors of your own stack (docs/plan.md).")] = None,
     stack: Annotated[str, typer.Option(help="Whose factor of --calibrate to use, e.g. nemo.")] = "",
-    top: Annotated[int, typer.Option(help="Plans to show.")] = 5,
+    top: Annotated[int, typer.Option(help="Plans to show.", min=1)] = 5,
     json: Json = False,
 ) -> int:
     """Find the best parallel plans for a model on a cluster; say how long, how much, and what was ruled out.
 
     Exit code 1 when no plan meets --deadline or --budget.
 
-    Example: headway plan --model llama3-70b --cluster H100x1024 --global-batch 512 --tokens 15e12
+    Example: headway plan --model llama3-70b --cluster H100x1024 --global-batch 512 --tokens 15e12 --deadline 200d
     """
-    from headway.plan.decision import bottlenecks, cost_of, parse_deadline
-    from headway.plan.search import OBJECTIVES, search
+    from headway.plan.answer import Question, answer
+    from headway.plan.failure_rates import parse
+    from headway.plan.money import parse_duration
+    from headway.plan.search import OBJECTIVES
+    from headway.plan.whole_run import RunTerms
 
     if context.invoked_subcommand is not None:
         return 0
@@ -51,63 +62,32 @@ def plan(
     if objective not in OBJECTIVES:
         near = difflib.get_close_matches(objective, OBJECTIVES, n=2) or OBJECTIVES
         raise UserError(f"--objective {objective!r} is unknown; nearest: {', '.join(near)}")
-    if (deadline or budget) and not tokens:
+    if (deadline or budget is not None) and not tokens:
         raise UserError("--deadline and --budget need --tokens, the length of the run")
-    limit = parse_deadline(deadline) if deadline else None
-    work = make_workload(model, seq, global_batch, precision, mean_square)
-    machines = cluster_of(cluster)
+    for name, value in (("--budget", budget), ("--price", price)):
+        if value is not None and not 0 < value < 1e15:
+            raise UserError(f"{name} {value:g}: give a positive number of dollars")
+    machines = [cluster_of(spec) for spec in cluster]
     if price:
-        machines = replace(machines, price_per_hour=price)
-    factor = _factor(calibrate, stack, machines.device.name, precision)
-    found = search(work, machines, parse_fix(fix), objective=objective, top=top, factor=factor)
-    costs = [cost_of(one, tokens) for one in found.plans] if tokens else []
-    best = costs[0] if costs else None
-    late = limit is not None and best is not None and best.seconds > limit
-    dear = bool(budget) and best is not None and (best.dollars is None or best.dollars > budget)
+        machines = [replace(one, price_per_hour=price) for one in machines]
+    terms = RunTerms(parse(rate) if rate is not None else None, ettr, trained_share, power_share)
+    question = Question(
+        work=make_workload(model, seq, global_batch, precision, mean_square),
+        clusters=[(one, factor_of(calibrate, stack, one.device.name, precision)) for one in machines],
+        tokens=tokens,
+        fixed=parse_fix(fix),
+        objective=objective,
+        top=top,
+        deadline_s=parse_duration(deadline, "--deadline") if deadline else None,
+        budget=budget,
+        terms=terms,
+    )
+    found = answer(question)
     if json:
-        plans = [one.to_dict() for one in found.plans]
-        for entry, cost in zip(plans, costs, strict=False):
-            entry["run"] = {"days": cost.days, "gpu_hours": cost.gpu_hours, "dollars": cost.dollars}
-        print_json({"plans": plans, "priced": found.priced, "removed": found.removed, "factor": factor})
-        return 1 if late or dear else 0
-    size = f"{work.shape.parameters / 1e9:.2f}B parameters, {seq} × {global_batch} tokens a step, {precision}"
-    print(f"{work.name}: {size}, {machines.gpus} × {machines.device.name} ({found.priced} plans fit)")
-    for rank, one in enumerate(found.plans, 1):
-        memory = f"needs {one.memory.needed / 2**30:.0f} of {one.memory.capacity / 2**30:.0f} GiB"
-        print(f"{rank}. {one.layout.describe()}")
-        speed = f"step {one.step_s:.3f} s · {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
-        print(f"   {speed} · MFU {one.mfu:.1%} (causal) · {memory}")
-        if costs:
-            cost = costs[rank - 1]
-            money = "price unknown (--price)" if cost.dollars is None else f"{cost.dollars:,.0f} dollars"
-            print(
-                f"   {cost.days:,.1f} days · {cost.gpu_hours:,.0f} GPU-hours · {money}, before failures (plan goodput)"
-            )
-    shares = " · ".join(f"{name} {share:.1%}" for name, share in bottlenecks(found.plans[0])[:6])
-    print(f"where the first one's step goes: {shares}")
-    ruled_out = sorted(found.removed.items(), key=lambda item: -item[1])[:4]
-    if ruled_out:
-        print("ruled out: " + "; ".join(f"{reason} ({count})" for reason, count in ruled_out))
-    if late and best is not None:
-        print(f"no plan meets the deadline: the fastest takes {best.days:,.1f} days")
-    if dear and best is not None:
-        price_text = "has no price" if best.dollars is None else f"costs {best.dollars:,.0f} dollars"
-        print(f"no plan meets the budget: the best {price_text}")
-    return 1 if late or dear else 0
-
-
-def _factor(path: Path | None, stack: str, device: str, precision: str) -> float:
-    from headway.plan.calibrate import load_calibration
-    from headway.plan.constants import default_constants
-
-    if path is None:
-        return 1.0
-    found = load_calibration(path, default_constants())
-    stacks = sorted({group[0] for group in found.factors})
-    name = stack or (stacks[0] if len(stacks) == 1 else "")
-    if name not in stacks:
-        raise UserError(f"--stack {stack!r} is not in {path}; there are: {', '.join(stacks)}")
-    return found.factor((name, device, precision))
+        print_json(found.to_dict())
+    else:
+        print("\n".join(found.lines()))
+    return 0 if found.good else 1
 
 
 def register(app: typer.Typer) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import fields, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -83,4 +84,16 @@ def cluster_of(spec: str) -> Cluster:
     return load_cluster(spec)
 
 
-LAYOUT_KEYS = tuple(field.name for field in fields(Layout))
+def factor_of(path: Path | None, stack: str, device: str, precision: str) -> float:
+    """What --calibrate says of that device and precision; 1 without it. Raises UserError for an unknown --stack."""
+    from headway.plan.calibrate import load_calibration
+    from headway.plan.constants import default_constants
+
+    if path is None:
+        return 1.0
+    found = load_calibration(path, default_constants())
+    stacks = sorted({group[0] for group in found.factors})
+    name = stack or (stacks[0] if len(stacks) == 1 else "")
+    if name not in stacks:
+        raise UserError(f"--stack {stack!r} is not in {path}; there are: {', '.join(stacks)}")
+    return found.factor((name, device, precision))

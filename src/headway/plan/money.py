@@ -1,4 +1,4 @@
-"""What a run takes: days, GPU-hours, dollars with a band, energy; and which plan to buy for a date or a budget.
+"""What a run takes: days, GPU-hours, dollars with a band, energy; and what one improvement is worth.
 
 Prices are an input. Where none is given, the device's published band is used (low: long-tail providers, typical:
 specialised clouds, high: hyperscalers on demand) and named with its source.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +45,26 @@ class RunCost:
     dollars_per_million: float | None
     assumptions: tuple[str, ...]
 
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "days": self.wall_s / 86400,
+            "days_of_steps": self.work_s / 86400,
+            "steps": self.steps,
+            "ettr": self.ettr,
+            "gpu_hours": self.gpu_hours,
+            "dollars": self.dollars[1] if self.dollars else None,
+            "dollars_band": self.dollars,
+            "energy_kwh": self.energy_kwh,
+            "dollars_per_million_trained_tokens": self.dollars_per_million,
+            "assumed": self.assumptions,
+        }
+
+    def line(self) -> str:
+        """One line: days, GPU-hours, dollars, energy."""
+        money = "price unknown (--price)" if self.dollars is None else f"{self.dollars[1]:,.0f} dollars"
+        energy = "" if self.energy_kwh is None else f" · {self.energy_kwh / 1000:,.0f} MWh"
+        return f"{self.wall_s / 86400:,.1f} days · {self.gpu_hours:,.0f} GPU-hours · {money}{energy}"
+
     def lines(self) -> list[str]:
         found = [
             f"{self.tokens:.3g} tokens in {self.steps:,.0f} steps: {days(self.wall_s)} on {self.gpus:,} GPUs "
@@ -65,17 +84,6 @@ class RunCost:
         if self.energy_kwh is not None:
             found.append(f"{self.energy_kwh / 1000:,.1f} MWh drawn by the GPUs")
         return found + [f"  assumed: {text}" for text in self.assumptions]
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One thing that could be bought: seconds of wall clock and typical dollars, both of the whole run."""
-
-    label: str
-    gpus: int
-    wall_s: float
-    dollars: float | None
-    detail: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +123,7 @@ def run_cost(
     ettr: float = 1.0,
     trained_share: float = 1.0,
     power_share: float = POWER_SHARE,
+    notes: tuple[str, ...] = (),
 ) -> RunCost:
     """Time, money and energy of training on `tokens` tokens.
 
@@ -122,6 +131,7 @@ def run_cost(
         ettr: productive share of the wall clock, 0 to 1 (`headway plan goodput`).
         trained_share: tokens with a label over all tokens, 0 to 1 (chats train on answers only).
         power_share: average draw over TDP, 0 to 1.
+        notes: what the ETTR rests on, kept with the other assumptions.
 
     Raises:
         UserError: a share outside 0 to 1, or tokens that are not positive.
@@ -137,7 +147,7 @@ def run_cost(
     hours = wall_s / 3600 * cluster.gpus
     price = price_of(cluster)
     tdp = cluster.device.tdp_w
-    assumptions = [f"ETTR {ettr:.1%}"]
+    assumptions = list(notes) or [f"ETTR {ettr:.1%}, given"]
     if price:
         assumptions.append(f"price per GPU-hour {price.low:g} / {price.typical:g} / {price.high:g} ({price.source})")
     if tdp:
@@ -177,39 +187,11 @@ def worth(cost: RunCost, mfu: float, step_s: float, communication_s: float) -> t
     )
 
 
-def cheapest_by(options: Sequence[Option], deadline_s: float) -> Option | None:
-    """The cheapest option that is done in time; ties go to the faster. None when none is."""
-    fits = [option for option in options if option.wall_s <= deadline_s and option.dollars is not None]
-    return min(fits, key=lambda option: (option.dollars or 0.0, option.wall_s), default=None)
-
-
-def fastest_within(options: Sequence[Option], budget: float) -> Option | None:
-    """The fastest option that costs no more than the budget; ties go to the cheaper. None when none does."""
-    fits = [option for option in options if option.dollars is not None and option.dollars <= budget]
-    return min(fits, key=lambda option: (option.wall_s, option.dollars or 0.0), default=None)
-
-
-def frontier(options: Iterable[Option]) -> list[Option]:
-    """Options that no other beats in both time and money, fastest first."""
-    priced = sorted(
-        (option for option in options if option.dollars is not None),
-        key=lambda option: (option.wall_s, option.dollars or 0.0),
-    )
-    found: list[Option] = []
-    least = math.inf
-    for option in priced:
-        assert option.dollars is not None
-        if option.dollars < least:
-            found.append(option)
-            least = option.dollars
-    return found
-
-
-def parse_duration(text: str) -> float:
-    """`30d`, `12h`, `90m`, `2w`, `3.5d` in seconds. Raises UserError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([mhdw])\s*", text)
+def parse_duration(text: str, name: str = "duration") -> float:
+    """`30d`, `12h`, `90m`, `2w`, `3.5d` in seconds. Raises UserError with `name`."""
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([mhdw])\s*", text)
     if not match or float(match[1]) <= 0:
-        raise UserError(f"duration {text!r}: write a number and a unit, e.g. 30d, 12h, 90m or 2w")
+        raise UserError(f"{name} {text!r}: write a number and a unit, e.g. 30d, 12h, 90m or 2w")
     return float(match[1]) * _UNITS[match[2]]
 
 
