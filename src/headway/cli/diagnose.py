@@ -28,6 +28,7 @@ def diagnose(
     ] = None,
     window: Annotated[str, typer.Option(help="auto, steps or gpu (first to last GPU event).")] = "auto",
     comm_kernel: Annotated[list[str] | None, typer.Option(help="REGEX of further communication kernels.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write one self-contained page here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Say where each second went, how sure that is, and what to change first. Exit code 3 where part could not be read.
@@ -46,6 +47,13 @@ def diagnose(
     options = Options(window=window, comm_kernels=tuple(comm_kernel or ()))
     mine = open_diagnosis(inputs, options, Said(tokens, slots, memory))
     compared = compare(mine, open_diagnosis([against], options, Said())) if against is not None else None
+    if html is not None:
+        from headway.watch.diagnosis_page import write_page
+
+        try:
+            write_page(html, mine, compared)
+        except OSError as error:
+            raise UserError(f"--html {html}: {error.strerror or error}") from None
     if json:
         print_json({**mine.to_dict(), **({"against": compared.to_dict()} if compared else {})})
         return _code(mine)

@@ -13,7 +13,7 @@ from headway.account.events import Flops
 from headway.account.tree import RUN
 from headway.account.waterfall import Waterfall, waterfall
 from headway.diagnose.case import Case, Finder, case_of
-from headway.diagnose.facts import DeviceFacts, JobFacts
+from headway.diagnose.facts import DeviceFacts, JobFacts, RankFacts
 from headway.diagnose.finding import Finding, rank, top_remedies
 from headway.diagnose.findings import (
     attention,
@@ -93,6 +93,11 @@ class Diagnosis:
     job: JobFacts | None = field(default=None, repr=False)
     run: RunFacts | None = field(default=None, repr=False)
     memory: MemoryFacts | None = None
+
+    @property
+    def rank(self) -> RankFacts | None:
+        """The rank that was looked at closely; None without a trace."""
+        return case_of(self.job).view.rank if self.job else None
 
     @property
     def won_low(self) -> float:
@@ -290,7 +295,7 @@ def _memory_dict(memory: MemoryFacts | None) -> dict[str, Any] | None:
 
 def trace_line(diagnosis: Diagnosis) -> dict[str, Any]:
     """The part of a `TraceLine` that a diagnosis knows."""
-    device = diagnosis.job.ranks[0].device() if diagnosis.job else None
+    device = diagnosis.rank.device() if diagnosis.rank else None
     return {
         "wall_ns": diagnosis.wall_ns,
         "account": dict(diagnosis.account.parts) if diagnosis.account else {},

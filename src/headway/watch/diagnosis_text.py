@@ -31,7 +31,7 @@ _ROWS = 8
 def render_diagnosis(item: Diagnosis) -> RenderableType:
     """Everything at a glance; ends with the waterfall and the first three remedies."""
     parts: list[RenderableType] = [_title(item), _facts(item)]
-    device = item.job.ranks[0].device() if item.job and not item.run else None
+    device = item.rank.device() if item.rank and not item.run else None
     if item.account is not None:
         parts.append(_account(item.account, item.idle))
     if device is not None and device.by_kind:
@@ -71,8 +71,8 @@ def _facts(item: Diagnosis) -> Table:
 def facts(item: Diagnosis) -> Iterator[tuple[str, str]]:
     """Name and value of what stands at the head, on the terminal and on the page."""
     yield "window", f"{item.window}, {fmt.seconds(item.wall_ns / 1e9)}"
-    if item.job is not None and not item.run:
-        yield from _trace_facts(item.job.ranks[0].device())
+    if item.rank is not None and not item.run:
+        yield from _trace_facts(item.rank.device())
         yield from _damage(item)
     if item.run is not None:
         rate = item.run.tokens_per_second()

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
+from markupsafe import Markup, escape
 
 from headway import __version__
 from headway.account.account import Account
@@ -47,9 +48,7 @@ def write_report(run_dir: Path | str) -> Path:
 
 def render_html(run: RunFolder, history: History, summary: Summary) -> str:
     """The report as text. Everything that comes from the run is escaped."""
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.globals["fmt"] = fmt
-    template = environment.from_string(asset("templates", "report.html.j2"))
+    template = page_template("report.html.j2")
     start = history.sessions[-1].start if history.sessions else None
     began = history.sessions[0].start.time if history.sessions else 0.0
     return template.render(
@@ -57,7 +56,7 @@ def render_html(run: RunFolder, history: History, summary: Summary) -> str:
         name=run.root.resolve().name,
         css=asset("assets", "uPlot.min.css") + asset("assets", "report.css"),
         uplot=_uplot(),
-        script=asset("assets", "report.js"),
+        script=asset("assets", "heat.js") + asset("assets", "report.js"),
         data=json_for_html(_data(history, summary, began)),
         tiles=list(_tiles(summary)),
         facts=list(facts(summary)),
@@ -67,13 +66,36 @@ def render_html(run: RunFolder, history: History, summary: Summary) -> str:
         uneven=[row for row in uneven(summary.ranks) if row.path != "wall"][:12] if summary.ranks else [],
         labels={path: paint.label for path, paint in STEP_PAINT.items()},
         start_facts=[(key.replace("_", " "), fmt.fact(value)) for key, value in start.facts.items()] if start else [],
-        when=_when,
-        now=_when(time.time()),
+        when=when,
+        now=when(time.time()),
         version=__version__,
         config=_text(run.config),
         environment=_environment(run.environment),
         limit=_ROWS,
     )
+
+
+def page_template(name: str) -> Template:
+    """A page of watch/templates. Everything that is put into it is escaped, whatever the page is called."""
+    environment = Environment(
+        loader=FunctionLoader(lambda file: asset("templates", file)),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals["fmt"] = fmt
+    environment.filters["code"] = _code
+    return environment.get_template(name)
+
+
+def _code(text: str) -> Markup:
+    """Text with what stands between backticks as code. Both are escaped."""
+    parts = text.split("`")
+    if len(parts) % 2 == 0:  # a backtick without its other one is itself
+        parts[-2:] = ["`".join(parts[-2:])]
+    marked = [Markup("<code>{}</code>").format(part) if place % 2 else escape(part) for place, part in enumerate(parts)]
+    return Markup("").join(marked)
 
 
 def asset(folder: str, name: str) -> str:
@@ -171,7 +193,7 @@ def _meaning(tree: Tree, path: str) -> str:
     return tree.meanings.get(path) or ", ".join(child.partition(".")[2] for child in tree.children(path))
 
 
-def _when(seconds: float) -> str:
+def when(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 

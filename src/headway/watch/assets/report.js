@@ -177,59 +177,13 @@
     return part / whole;
   }
 
-  // --- ranks: a map of who took longer than the others, and when ---
-  function heat(card, ranks) {
-    const choose = document.getElementById("heatpath"), canvas = make("canvas"), at = make("p", "fine at");
-    card.insertBefore(canvas, card.querySelector(".fine")); card.insertBefore(at, canvas);
-    let current = 0;
-    ranks.maps.forEach((map, i) => {
-      const button = make("button", i ? "" : "on", map.name); button.type = "button";
-      button.onclick = () => { current = i; [...choose.children].forEach((b, j) => b.classList.toggle("on", i === j)); paint(); };
-      choose.append(button);
-    });
-    const left = 64;
-    const geometry = () => {
-      const width = canvas.clientWidth, rows = ranks.ranks.length, row = Math.max(7, Math.min(26, 420 / rows));
-      return { width, row, height: rows * row + 20, cell: (width - left) / ranks.step.length };
-    };
-    function paint() {
-      const map = ranks.maps[current], { width, row, height, cell } = geometry(), ratio = devicePixelRatio || 1;
-      canvas.style.height = height + "px"; canvas.width = width * ratio; canvas.height = height * ratio;
-      const ctx = canvas.getContext("2d"); ctx.scale(ratio, ratio);
-      const off = map.values.map(line => line.map((v, i) => v - map.mean[i]));
-      const most = Math.max(1e-12, ...off.map(line => Math.max(...line.map(Math.abs))));
-      const hot = dark() ? "229,105,92" : "192,57,43", cold = dark() ? "107,155,242" : "59,111,212";
-      ctx.font = "11px " + css("--sans"); ctx.textBaseline = "middle";
-      off.forEach((line, r) => {
-        line.forEach((v, i) => {
-          ctx.fillStyle = `rgba(${v > 0 ? hot : cold},${(0.04 + 0.96 * Math.abs(v) / most).toFixed(3)})`;
-          ctx.fillRect(left + i * cell, r * row, Math.ceil(cell), row - 1);
-        });
-        if (row >= 11 || r % Math.ceil(11 / row) === 0) { ctx.fillStyle = css("--dim"); ctx.fillText("rank " + ranks.ranks[r], 0, r * row + row / 2); }
-      });
-      ctx.fillStyle = css("--faint");
-      ctx.fillText("step " + ranks.step[0].toLocaleString("en"), left, height - 8);
-      ctx.textAlign = "right"; ctx.fillText(ranks.step[ranks.step.length - 1].toLocaleString("en"), width, height - 8); ctx.textAlign = "left";
-      at.textContent = (ranks.ranks.length < ranks.world ? `the ${ranks.ranks.length} of ${ranks.world} ranks that differ most; ` : "") + "strongest colour: " + (100 * most / ranks.wall).toFixed(1) + " % of a step";
-    }
-    canvas.onmousemove = event => {
-      const { row, cell } = geometry(), map = ranks.maps[current];
-      const i = Math.floor((event.offsetX - left) / cell), r = Math.floor(event.offsetY / row);
-      if (i < 0 || r < 0 || r >= ranks.ranks.length || i >= ranks.step.length) return;
-      const v = map.values[r][i], d = v - map.mean[i];
-      at.textContent = `rank ${ranks.ranks[r]}${ranks.hosts[r] ? " on " + ranks.hosts[r] : ""}, up to step ${ranks.step[i].toLocaleString("en")}: ${seconds(v)} a step, ${d < 0 ? "−" : "+"}${seconds(Math.abs(d))} against the mean`;
-    };
-    canvas.onmouseleave = () => paint();
-    return paint;
-  }
-
   const renders = [];
   const grid = document.getElementById("charts");
   if (grid) data.charts.forEach(chart => renders.push(lineChart(grid, chart)));
   const stack = document.getElementById("stack");
   if (stack) { if (data.account) renders.push(stackChart(stack, data.account)); else stack.remove(); }
   const heatCard = document.getElementById("heat");
-  if (heatCard) { if (data.ranks && data.ranks.maps.length) renders.push(heat(heatCard, data.ranks)); else heatCard.remove(); }
+  if (heatCard) { if (data.ranks && data.ranks.maps.length) renders.push(headwayHeat(heatCard, data.ranks, { css, dark, make, seconds })); else heatCard.remove(); }
 
   function redraw() { plots.forEach(p => p.u.destroy()); plots = []; renders.forEach(render => render()); }
   document.querySelectorAll("#axis button").forEach(button => button.onclick = () => {
