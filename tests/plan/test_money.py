@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.account.errors import UserError
-from headway.plan.answer import Question, answer, communication
+from headway.plan.answer import Question, answer
 from headway.plan.cluster import load_cluster
 from headway.plan.decision import Option, cheapest_by, fastest_within, frontier, options_of
+from headway.plan.explain import communication
 from headway.plan.failure_rates import given as given_rate
 from headway.plan.goodput import predict as predict_goodput
 from headway.plan.money import parse_duration, price_of, run_cost, worth

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.plan_options import Fix, Json, MeanSquare, cluster_of, factor_of, make_workload, parse_fix
+from headway.cli.plan_options import (
+    Calibrate,
+    Fix,
+    Json,
+    MeanSquare,
+    StackName,
+    cluster_of,
+    factor_of,
+    make_workload,
+    parse_fix,
+)
 
 
 def plan(
@@ -38,8 +47,8 @@ def plan(
     ettr: Annotated[float | None, typer.Option(help="Productive share of the wall clock, in place of --rate.")] = None,
     trained_share: Annotated[float, typer.Option(help="Tokens with a label over all tokens.")] = 1.0,
     power_share: Annotated[float, typer.Option(help="Average draw over the GPU's TDP.")] = 0.8,
-    calibrate: Annotated[Path | None, typer.Option(help="Rows or factors of your own stack (docs/plan.md).")] = None,
-    stack: Annotated[str, typer.Option(help="Whose factor of --calibrate to use, e.g. nemo.")] = "",
+    calibrate: Calibrate = None,
+    stack: StackName = "",
     top: Annotated[int, typer.Option(help="Plans to show.", min=1)] = 5,
     json: Json = False,
 ) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -23,6 +24,8 @@ MeanSquare = Annotated[
     float | None, typer.Option(help="Packed documents: sum n^2 / sum n over their lengths (attention's length).")
 ]
 Fix = Annotated[str, typer.Option(help="Parts of the plan that are given, e.g. tp=8,pp=16,recompute=full.")]
+Calibrate = Annotated[Path | None, typer.Option(help="Rows or factors of your own stack (docs/plan.md).")]
+StackName = Annotated[str, typer.Option("--stack", help="Whose factor of --calibrate to use, e.g. nemo.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -82,6 +85,12 @@ def fixed_layout(given: dict[str, Any], cluster: Cluster) -> Layout:
 
 def cluster_of(spec: str) -> Cluster:
     return load_cluster(spec)
+
+
+def kind_of(spec: str, gpus: int) -> Cluster:
+    """The same where only the kind of machine matters: `H100` will do; `gpus` of them."""
+    bare = not re.search(r"\dx|x\d|[×*]|\.ya?ml$", spec)
+    return load_cluster(f"{spec}x{gpus}" if bare else spec).with_gpus(gpus)
 
 
 def factor_of(path: Path | None, stack: str, device: str, precision: str) -> float:

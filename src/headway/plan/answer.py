@@ -13,7 +13,7 @@ from typing import Any
 from headway.account.errors import UserError
 from headway.plan.cluster import Cluster
 from headway.plan.decision import Option, cheapest_by, fastest_within, frontier, options_of
-from headway.plan.explain import bottlenecks
+from headway.plan.explain import bottlenecks, communication
 from headway.plan.money import Gain, RunCost, days, worth
 from headway.plan.predict import Prediction
 from headway.plan.search import Objective, search
@@ -170,11 +170,6 @@ def answer(question: Question) -> Answer:
         fastest=fastest_within(options, budget) if budget is not None else None,
         gains=worth(costs[0], first.mfu, first.step_s, communication(first)) if costs else (),
     )
-
-
-def communication(found: Prediction) -> float:
-    """Seconds of a step in which devices wait for communication: TP, DP, PP, CP, EP and what it slows."""
-    return sum(found.terms[name] for name in ("tp", "dp", "pp", "cp", "ep"))
 
 
 def _order(objective: Objective, one: Prediction, cost: RunCost | None) -> tuple[float, ...]:

@@ -15,3 +15,8 @@ def loses(winner: Prediction, other: Prediction) -> list[tuple[str, float]]:
     """Where `other` loses to `winner`: seconds by term, largest loss first; what it wins back has a minus."""
     gaps = [(name, other.terms[name] - winner.terms[name]) for name in winner.terms]
     return sorted((gap for gap in gaps if abs(gap[1]) > 1e-6), key=lambda gap: -gap[1])
+
+
+def communication(found: Prediction) -> float:
+    """Seconds of a step in which devices wait for communication: TP, DP, PP, CP, EP and what it slows."""
+    return sum(found.terms[name] for name in ("tp", "dp", "pp", "cp", "ep"))

@@ -30,11 +30,15 @@ OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "memory")
 
 @dataclass(frozen=True)
 class Found:
-    """The best plans, best first; how many were priced; and why others were not, each reason with a count."""
+    """The best plans, best first; how many were priced; and why others were not, each reason with a count.
+
+    `unbound_s`: the fastest step of all, also of plans that do not fit (None where that was not asked).
+    """
 
     plans: tuple[Prediction, ...]
     priced: int
     removed: Mapping[str, int]
+    unbound_s: float | None = None
 
 
 def search(
@@ -46,11 +50,12 @@ def search(
     top: int = 5,
     constants: Constants | None = None,
     factor: float = 1.0,
+    unbound: bool = False,
 ) -> Found:
     """The `top` plans that run and fit, by step time (which on one cluster is also cost) or by memory.
 
-    `fixed`: fields of Layout that are given. Raises UserError when nothing runs, with the commonest reason, or when
-    nothing fits, with the smallest change that would.
+    `fixed`: fields of Layout that are given. `unbound`: also price what does not fit. Raises UserError when nothing
+    runs, with the commonest reason, or when nothing fits, with the smallest change that would.
     """
     given = dict(fixed or {})
     _check_given(work, cluster, given)
@@ -59,21 +64,26 @@ def search(
     removed: Counter[str] = Counter()
     fitting: list[tuple[float, float, Layout]] = []
     smallest: tuple[float, Layout, Memory] | None = None
+    fastest = math.inf
     for layout in _candidates(work, cluster, given, removed):
         held = memory(model, work, layout, cluster)
         if held.needed > HEADROOM * held.capacity:
             removed["does not fit in memory"] += 1
             if smallest is None or held.needed < smallest[0]:
                 smallest = (held.needed, layout, held)
-            continue
+            if not unbound:
+                continue
         terms, _ = step_terms(model, work, layout, cluster, c)
-        fitting.append((sum(terms.values()), held.needed, layout))
+        seconds = sum(terms.values())
+        fastest = min(fastest, seconds)
+        if held.needed <= HEADROOM * held.capacity:
+            fitting.append((seconds, held.needed, layout))
     if not fitting:
         raise UserError(_why_nothing(removed, smallest))
     order = 1 if objective == "memory" else 0
     fitting.sort(key=lambda item: (item[order], item[1 - order]))
     plans = tuple(predict(work, layout, cluster, c, factor) for _, _, layout in _distinct(fitting)[:top])
-    return Found(plans, len(fitting), dict(removed))
+    return Found(plans, len(fitting), dict(removed), fastest * factor if unbound else None)
 
 
 def _check_given(work: Workload, cluster: Cluster, given: Mapping[str, Any]) -> None:
