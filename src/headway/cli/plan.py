@@ -11,7 +11,7 @@ import typer
 
 app = typer.Typer()
 
-COMMANDS = ("main", "explain", "sweep", "validate", "calibrate", "goodput", "check_claim")
+COMMANDS = ("main", "explain", "sweep", "shrink", "validate", "calibrate", "goodput", "check_claim")
 
 for _name in COMMANDS:
     import_module(f"headway.cli.plan_{_name}").register(app)

@@ -65,23 +65,32 @@ def model_presets() -> dict[str, dict[str, Any]]:
 
 def load_model(spec: str | Mapping[str, Any]) -> tuple[str, ModelShape]:
     """(name, shape) of a preset, a config.json, or a folder that holds one. Raises UserError naming what is wrong."""
+    name, config = load_config(spec)
+    return name, ModelShape.from_config(config)
+
+
+def load_config(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """(name, content of config.json) of the same. Raises UserError naming what is wrong."""
     if isinstance(spec, Mapping):
-        return str(spec.get("model_type", "model")), ModelShape.from_config(spec)
+        return str(spec.get("model_type", "model")), spec
     path = Path(spec)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.is_file():
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        content = path.read_text(encoding="utf-8") if path.is_file() else None
+    except (OSError, ValueError) as error:  # a name that no file can have, or one that may not be read
+        raise UserError(f"--model {spec!r}: cannot be read ({error})") from error
+    if content is not None:
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            config = json.loads(content)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise UserError(f"--model {path}: not JSON ({error})") from error
         if not isinstance(config, dict):
             raise UserError(f"--model {path}: give an object with the keys of a Hugging Face config.json")
         name = path.parent.name if path.name == "config.json" else path.stem
-        return name or "model", ModelShape.from_config(config)
+        return name or "model", config
     presets = model_presets()
     found = presets.get(spec.casefold())
     if found is None:
         near = difflib.get_close_matches(spec.casefold(), list(presets), n=4, cutoff=0.3) or sorted(presets)
         raise UserError(f"--model {spec!r} is neither a file nor a preset; nearest presets: {', '.join(near)}")
-    return spec.casefold(), ModelShape.from_config(found)
+    return spec.casefold(), found
