@@ -241,7 +241,8 @@ def recomputing(again: bool) -> Kineto:
                 with trace.annotated("CheckpointFunctionBackward", "cpu_op"):
                     trace.matmul(400.0)
                     trace.flash()
-            trace.matmul(800.0)
+            with trace.annotated("autograd::engine::evaluate_function: MmBackward0", "cpu_op"):
+                trace.matmul(800.0)
         trace.thread = 100
 
     return each_step(work)  # fmt: skip

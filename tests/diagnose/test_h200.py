@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from headway.cli.diagnose import register
 from headway.diagnose.diagnosis import Diagnosis
 from headway.diagnose.job import Options
-from headway.diagnose.open import Said, open_diagnosis
+from headway.diagnose.open import open_diagnosis
 from headway.diagnose.padding import slots_of_grids
+from headway.diagnose.said import Said
 
 
 def of(shared: Path, name: str, tokens: int | None = None) -> Diagnosis:

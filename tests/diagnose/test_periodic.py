@@ -11,8 +11,9 @@ from headway.account.events import StepLine, TraceLine
 from headway.account.tree import STEP
 from headway.diagnose.background import compress, wait_for_ranks
 from headway.diagnose.job import Options, read_job
-from headway.diagnose.open import Said, open_diagnosis
+from headway.diagnose.open import open_diagnosis
 from headway.diagnose.periodic import PeriodicTrace
+from headway.diagnose.said import Said
 from headway.train.clock import StepClock
 from headway.train.hook import HookPlace
 from headway.watch.tensorboard_sink import trace_scalars

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.config.schema import all_keys
@@ -41,6 +41,7 @@ def test_a_finding_within_one_that_is_absent_stands_alone() -> None:
     assert alone.within == ""
 
 
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(
         st.tuples(st.dictionaries(st.sampled_from("abcd"), st.integers(0, 10**9), min_size=1), st.floats(0, 1)),

@@ -26,6 +26,9 @@ def diagnose(
     slots: Annotated[
         int | None, typer.Option(help="Slots computed in the window, where the trace does not say.")
     ] = None,
+    model: Annotated[Path | None, typer.Option(help="The model's config.json; with --tokens, tells MFU.")] = None,
+    seq_len: Annotated[int | None, typer.Option(help="Typical document length, for the model's attention.")] = None,
+    device: Annotated[str | None, typer.Option(help="The device's exact name, where the trace lacks it.")] = None,
     window: Annotated[str, typer.Option(help="auto, steps or gpu (first to last GPU event).")] = "auto",
     comm_kernel: Annotated[list[str] | None, typer.Option(help="REGEX of further communication kernels.")] = None,
     html: Annotated[Path | None, typer.Option(help="Also write one self-contained page here.")] = None,
@@ -38,15 +41,21 @@ def diagnose(
     from headway.account.errors import UserError
     from headway.diagnose.compare import compare
     from headway.diagnose.job import Options
-    from headway.diagnose.open import Said, open_diagnosis
+    from headway.diagnose.open import open_diagnosis
+    from headway.diagnose.said import Said
     from headway.watch.console import make_console
     from headway.watch.diagnosis_text import render_comparison, render_diagnosis
 
+    for name, value in (("--tokens", tokens), ("--slots", slots), ("--seq-len", seq_len)):
+        if value is not None and value < 1:
+            raise UserError(f"{name} {value}: give a number of 1 or more")
     if slots is not None and tokens is None:
         raise UserError("--slots is used with --tokens; give both")
+    if seq_len is not None and model is None:
+        raise UserError("--seq-len is used with --model; give both")
     options = Options(window=window, comm_kernels=tuple(comm_kernel or ()))
-    mine = open_diagnosis(inputs, options, Said(tokens, slots, memory))
-    compared = compare(mine, open_diagnosis([against], options, Said())) if against is not None else None
+    mine = open_diagnosis(inputs, options, Said(tokens, slots, memory, model, seq_len, device))
+    compared = compare(mine, open_diagnosis([against], options, Said(device=device))) if against is not None else None
     if html is not None:
         from headway.watch.diagnosis_page import write_page
 

@@ -25,6 +25,7 @@ from headway.diagnose.facts import (
 )
 from headway.diagnose.gaps import HostWork, explain
 from headway.diagnose.linking import innermost_open, link_launches
+from headway.diagnose.phases import compute_by_phase, phases
 from headway.diagnose.shares import of_events
 from headway.diagnose.steps import shares_of, step_table
 from headway.diagnose.table import fragmentation, inside, kernel_table, time_by_kind
@@ -98,14 +99,16 @@ def device_facts(
     shares = shares_of(events, gaps, window.start_ns, window.end_ns)
     table = step_table(events, gaps, steps, window)
     name = device_name(trace.metadata, device)
+    phase = phases(trace.host, trace.names, events, on_gpu=True)
     return DeviceFacts(
         kind="gpu",
         index=device,
         name=name,
         window=window,
         shares=shares,
-        account=account_of(shares),
+        account=account_of(shares, compute_by_phase(events, phase, window)),
         events=events,
+        phase=phase,
         table=kernel_table(events, trace.names, window),
         by_kind=time_by_kind(events, window),
         fragmentation=fragmentation(events, gaps, window, len(table.rows), trace.gpu.code[rows] == 0),
@@ -116,14 +119,16 @@ def device_facts(
     )
 
 
-def account_of(shares: Shares) -> Account:
-    """The step tree as a trace sees it. A queued wait and what has no launch stay unaccounted."""
+def account_of(shares: Shares, by_phase: Mapping[str, int]) -> Account:
+    """The step tree as a trace sees it, compute split where the phases are known (they sum to it). A queued wait and
+    what has no launch stay unaccounted."""
     idle = shares.idle
+    compute = {f"compute.{name}": ns for name, ns in by_phase.items() if ns} or {"compute": shares.compute_ns}
     return Account.close(
         STEP,
         shares.wall_ns,
         {
-            "compute": shares.compute_ns,
+            **compute,
             "comm": shares.exposed_comm_ns,
             "copy": shares.exposed_mem_ns,
             "data": idle["data"],

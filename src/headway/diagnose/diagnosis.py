@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from headway.account.account import Account
 from headway.account.events import Flops
 from headway.account.tree import RUN
@@ -144,6 +146,7 @@ class Diagnosis:
                 for remedy, items in top_remedies(self.findings)
             ],
             "largest": [dataclasses.asdict(item) for item in self.largest],
+            "efficiency": _efficiency_dict(self.rank),
             "memory": _memory_dict(self.memory),
             "notes": list(self.notes),
             "partial": self.partial,
@@ -173,7 +176,7 @@ def diagnose_job(
         wall_ns=view.wall_ns,
         account=device.account,
         idle={name: ns for name, ns in device.shares.idle.items() if ns},
-        fall=_fall(device.account, _flops(device)),
+        fall=_fall(device.account, _flops(device), _peak(device)),
         findings=tuple(rank(found, view.available())),
         largest=largest(view),
         notes=tuple(notes),
@@ -191,6 +194,12 @@ def _flops(device: DeviceFacts) -> Flops:
     if known is not None and known.tokens is not None and known.slots is not None:
         return Flops(useful=known.tokens, padding=known.slots - known.tokens)
     return Flops(useful=1)
+
+
+def _peak(device: DeviceFacts) -> float | None:
+    """The peak, where MFU is known: only then are there FLOPs to hold against it."""
+    known = device.efficiency
+    return known.peak_flops if known is not None and known.mfu is not None else None
 
 
 def findings_of(case: Case) -> list[Finding]:
@@ -285,6 +294,14 @@ def _largest_of_run(account: Account | None) -> tuple[Largest, ...]:
     leaves = [(path, account.total(path)) for path in account.tree.leaves() if account.total(path)]
     leaves.sort(key=lambda item: -item[1])
     return tuple(Largest(path, ns, ns / account.wall_ns) for path, ns in leaves[:6])
+
+
+def _efficiency_dict(rank: RankFacts | None) -> dict[str, Any] | None:
+    known = rank.device().efficiency if rank else None
+    if known is None:
+        return None
+    flops = msgspec.structs.asdict(known.flops) if known.flops is not None else None
+    return {**dataclasses.asdict(dataclasses.replace(known, flops=None)), "flops": flops}
 
 
 def _memory_dict(memory: MemoryFacts | None) -> dict[str, Any] | None:

@@ -275,6 +275,7 @@ class Efficiency:
     peak_text: str
     convention: str
     why: str = ""
+    peak_flops: float | None = None  # FLOP/s of the device, where it is known
 
 
 @dataclass(frozen=True)
@@ -288,6 +289,7 @@ class DeviceFacts:
     shares: Shares
     account: Account  # over the STEP tree
     events: GpuEvents  # all of the trace's, not only the window's
+    phase: Int8  # [N], index into phases.PHASES, NONE where the trace does not tell
     table: tuple[KernelRow, ...]  # by time, longest first
     by_kind: Mapping[str, int]  # KINDS → ns, summed over streams inside the window
     fragmentation: Fragmentation

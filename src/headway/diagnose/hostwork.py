@@ -23,6 +23,7 @@ from headway.diagnose.facts import (
 )
 from headway.diagnose.gaps import DATA, DATA_NAMES, HOST
 from headway.diagnose.linking import innermost_open
+from headway.diagnose.phases import compute_by_phase, phases
 from headway.diagnose.shares import of_events
 from headway.diagnose.steps import shares_of, step_table
 from headway.diagnose.table import fragmentation, kernel_table, time_by_kind
@@ -58,14 +59,16 @@ def cpu_facts(trace: Trace, rank: int, main: int, steps: list[HostStep], comm: r
     gaps = _explain(idle, loading, events)
     shares = shares_of(events, gaps, window.start_ns, window.end_ns)
     table = step_table(events, gaps, steps, window)
+    phase = phases(trace.host, trace.names, events, on_gpu=False)
     return DeviceFacts(
         kind="cpu",
         index=0,
         name="CPU",
         window=window,
         shares=shares,
-        account=account_of(shares),
+        account=account_of(shares, compute_by_phase(events, phase, window)),
         events=events,
+        phase=phase,
         table=kernel_table(events, trace.names, window),
         by_kind=time_by_kind(events, window),
         fragmentation=fragmentation(events, gaps, window, len(table.rows), events.klass == GpuClass.COMPUTE),

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from headway.account.errors import UserError
 from headway.diagnose.diagnosis import Diagnosis, diagnose_job, diagnose_run
+from headway.diagnose.efficiency import with_efficiency
 from headway.diagnose.job import Options, read_job
-from headway.diagnose.padding import with_padding
 from headway.diagnose.run_facts import RunFacts, read_run
+from headway.diagnose.said import Said
 from headway.diagnose.snapshot import MemoryFacts, read_snapshot
-
-
-@dataclass(frozen=True)
-class Said:
-    """What the user knows beside the files: real tokens and slots of one rank's window, a memory snapshot."""
-
-    tokens: int | None = None
-    slots: int | None = None
-    memory: Path | None = None
 
 
 def open_diagnosis(paths: Sequence[Path], options: Options, said: Said) -> Diagnosis:
@@ -40,10 +31,7 @@ def open_diagnosis(paths: Sequence[Path], options: Options, said: Said) -> Diagn
 
 
 def diagnose_traces(paths: Sequence[Path], options: Options, memory: MemoryFacts | None, said: Said) -> Diagnosis:
-    job = read_job(paths, options)
-    if said.tokens is not None:
-        job = with_padding(job, said.tokens, said.slots)
-    return diagnose_job(job, memory)
+    return diagnose_job(with_efficiency(read_job(paths, options), said), memory)
 
 
 def _of_folder(folder: Path, options: Options, memory: MemoryFacts | None, said: Said) -> Diagnosis:

@@ -1,8 +1,7 @@
-"""Slots of a window, and the share that no token filled: from operator shapes, else from the loss kernel's grid."""
+"""Slots of a window, from operator shapes, else from the loss kernel's grid."""
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import re
 from pathlib import Path
@@ -10,40 +9,11 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from headway.diagnose.facts import NONE, DeviceFacts, Efficiency, HostKind, JobFacts, RankFacts
+from headway.diagnose.facts import NONE, DeviceFacts, HostKind, RankFacts
 
 # PyTorch's softmax over a large last dimension starts one block a row: its grid is the number of slots.
 _GRID = re.compile(rb'cunn_SoftMaxForward[^"]*"[^{}]*\{[^{}]*"grid":\s*\[(\d+),\s*1,\s*1\]')
 _CHUNK, _EVENT = 1 << 24, 1 << 14  # bytes; no event is longer than the second
-
-
-def with_padding(job: JobFacts, tokens: int, slots: int | None = None) -> JobFacts:
-    """The job with the padding of each rank's window: `tokens` are the real ones of one rank's whole window.
-
-    `slots` where the user knows them; else they are read from the trace. A rank whose slots cannot be told has a note.
-    """
-    return dataclasses.replace(job, ranks=tuple(_with_padding(rank, tokens, slots) for rank in job.ranks))
-
-
-def _with_padding(rank: RankFacts, tokens: int, given: int | None) -> RankFacts:
-    slots = given or slots_of_shapes(rank, rank.device()) or slots_of_grids(Path(rank.path))
-    if not slots or slots < tokens:
-        why = (
-            "no operator shapes (record_shapes=True) and no softmax over the vocabulary"
-            if not slots
-            else (f"the trace computes {slots:,} slots, fewer than the {tokens:,} tokens given")
-        )
-        return dataclasses.replace(rank, notes=(*rank.notes, f"padding is not known: {why}; give --slots"))
-    devices = tuple(dataclasses.replace(item, efficiency=_efficiency(item, tokens, slots)) for item in rank.devices)
-    return dataclasses.replace(rank, devices=devices)
-
-
-def _efficiency(device: DeviceFacts, tokens: int, slots: int) -> Efficiency:
-    known = device.efficiency or Efficiency(
-        mfu=None, hfu=None, flops=None, coverage=0.0, tokens=None, slots=None, padding=None, padding_is_hint=False,
-        peak_text="", convention="", why="no model was given, so FLOPs are not known",
-    )  # fmt: skip
-    return dataclasses.replace(known, tokens=tokens, slots=slots, padding=1 - tokens / slots, padding_is_hint=False)
 
 
 def slots_of_shapes(rank: RankFacts, device: DeviceFacts) -> int | None:

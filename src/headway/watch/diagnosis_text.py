@@ -15,7 +15,7 @@ from headway.account.account import Account
 from headway.account.tree import UNACCOUNTED
 from headway.diagnose.compare import Change, Comparison
 from headway.diagnose.diagnosis import Diagnosis
-from headway.diagnose.facts import DeviceFacts, RankComparison
+from headway.diagnose.facts import DeviceFacts, Efficiency, RankComparison
 from headway.diagnose.finding import Finding, top_remedies
 from headway.diagnose.snapshot import MemoryFacts
 from headway.watch import format as fmt
@@ -107,13 +107,22 @@ def _trace_facts(device: DeviceFacts) -> Iterator[tuple[str, str]]:
             f"{fmt.percent(parts.short_by_count)} by count, {fmt.percent(parts.short_by_time)} by time"
         ),
     )
-    found = device.efficiency
-    if found is not None:
-        mfu = f"MFU {fmt.percent(found.mfu)}, HFU {fmt.percent(found.hfu)}" if found.mfu is not None else found.why
-        cover = f" (shapes cover {fmt.percent(found.coverage)} of compute; {found.peak_text})" if found.flops else ""
-        yield "MFU", f"{mfu}{cover}"
-        if found.padding is not None and found.tokens is not None and found.slots is not None:
-            yield "padding", f"{fmt.percent(found.padding)}: {found.tokens:,} tokens in {found.slots:,} slots"
+    if device.efficiency is not None:
+        yield from _efficiency(device.efficiency)
+
+
+def _efficiency(found: Efficiency) -> Iterator[tuple[str, str]]:
+    covered = f"shapes cover {fmt.percent(found.coverage)} of compute"
+    if found.mfu is not None:
+        again = (
+            f", HFU {fmt.percent(found.hfu)}" if found.hfu is not None else ", HFU unknown: no backward in the trace"
+        )
+        yield "MFU", f"{fmt.percent(found.mfu)}{again}; {found.peak_text}; {covered}"
+        yield "convention", found.convention
+    else:
+        yield "MFU", f"unknown: {found.why}" + (f"; {covered}" if covered not in found.why else "")
+    if found.padding is not None and found.tokens is not None and found.slots is not None:
+        yield "padding", f"{fmt.percent(found.padding)}: {found.tokens:,} tokens in {found.slots:,} slots"
 
 
 def _damage(item: Diagnosis) -> Iterator[tuple[str, str]]:

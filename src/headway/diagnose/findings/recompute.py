@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.diagnose.case import Case
-from headway.diagnose.facts import HostKind
 from headway.diagnose.finding import Finding
 from headway.diagnose.view import ms
 
 NOTABLE, FREE = 0.03, 0.25
-_AGAIN = (
-    r"CheckpointFunctionBackward|_checkpoint_hook|checkpoint\.py.*(unpack_hook|backward)|## recompute|"
-    r"headway\.compute\.recompute"
-)
 
 
 def find(case: Case) -> Iterator[Finding]:
@@ -22,10 +17,7 @@ def find(case: Case) -> Iterator[Finding]:
     if case.memory_free is None or case.memory_free < FREE:
         return
     view = case.view
-    again = view.under(_AGAIN, (HostKind.OP, HostKind.ANNOTATION, HostKind.PYTHON)) & ~view.from_op(r"[Bb]ackward")
-    spent = view.time(again)
-    if view.rank.names and not spent:
-        spent = view.device.account.total("compute.recompute")
+    spent = view.device.account.total("compute.recompute")
     if spent < NOTABLE * view.wall_ns:
         return
     yield recompute_finding(spent, view.wall_ns, case.memory_free, case.memory_text, "device.matmul")

@@ -1,0 +1,156 @@
+"""MFU and HFU of a trace, where they mean something: enough shapes or a model, and a device whose peak is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from headway.account.errors import UserError
+from headway.account.events import Flops
+from headway.account.flops import SlotLayout, describe, step_flops
+from headway.account.measured_peaks import MeasuredPeaks
+from headway.account.mfu import ImpossibleMfu, hfu, mfu
+from headway.account.peaks import Peak, resolve_peak
+from headway.account.shape import ModelShape
+from headway.diagnose.facts import DeviceFacts, Efficiency, Int64, JobFacts, RankFacts
+from headway.diagnose.padding import slots_of_grids, slots_of_shapes
+from headway.diagnose.said import Said
+from headway.diagnose.shape_flops import CONVENTION, count
+from headway.diagnose.view import View
+
+COVERED = 0.80
+_FP8 = r"fp8|e4m3|e5m2|float8|_f8"
+_FLOAT32 = r"sgemm|_f32f32_|gemm_f32|simt_sgemm|Cijk_.*_SB_"
+_TF32 = r"tf32|s1688"
+
+
+def with_efficiency(job: JobFacts, said: Said) -> JobFacts:
+    """The job with what each rank's devices made of their window.
+
+    Raises:
+        UserError: the model's configuration cannot be used.
+    """
+    shape = read_model(said.model) if said.model else None
+    ranks = tuple(_with_efficiency(rank, said, shape) for rank in job.ranks)
+    return dataclasses.replace(job, ranks=ranks)
+
+
+def read_model(path: Path) -> ModelShape:
+    """The shape of a Hugging Face config.json (or of the folder that holds it)."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"--model {path}: no Hugging Face config.json: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"--model {path}: a config.json holds an object, this one a {type(config).__name__}")
+    return ModelShape.from_config(config)
+
+
+def _with_efficiency(rank: RankFacts, said: Said, shape: ModelShape | None) -> RankFacts:
+    busiest = rank.device()
+    slots, notes = None, rank.notes
+    if said.tokens is not None or shape is not None:
+        slots = said.slots or slots_of_shapes(rank, busiest) or slots_of_grids(Path(rank.path))
+        if not slots or slots < (said.tokens or 0):
+            why = (
+                "no operator shapes (record_shapes=True) and no softmax over the vocabulary"
+                if not slots
+                else f"the trace computes {slots:,} slots, fewer than the {said.tokens:,} tokens given"
+            )
+            slots, notes = None, (*notes, f"padding is not known: {why}; give --slots")
+    if shape is not None and said.tokens is None and slots is None:
+        raise UserError(f"{rank.path}: --model needs --tokens: the trace does not tell how many slots it computes")
+    devices = tuple(
+        dataclasses.replace(item, efficiency=_efficiency(rank, item, said, slots, shape)) for item in rank.devices
+    )
+    return dataclasses.replace(rank, devices=devices, notes=notes)
+
+
+def _efficiency(
+    rank: RankFacts, device: DeviceFacts, said: Said, slots: int | None, shape: ModelShape | None
+) -> Efficiency:
+    tokens = said.tokens
+    filled = tokens / slots if tokens is not None and slots else 1.0
+    dtype = product_dtype(View(rank, device))
+    peak = resolve_peak(said.device or device.name or "unknown", dtype, measured=MeasuredPeaks.load())
+    counted = count(rank, device)
+    if shape is not None:
+        flops, says = _of_model(shape, tokens or slots or 0, slots, said.sequence, device)
+    else:
+        flops, says = counted.flops(filled), CONVENTION
+    unknown = Efficiency(
+        mfu=None, hfu=None, flops=None, coverage=counted.coverage, tokens=tokens, slots=slots,
+        padding=None if tokens is None or not slots else 1 - filled, padding_is_hint=False,
+        peak_text=peak.line(), convention=says, peak_flops=peak.flops,
+    )  # fmt: skip
+    if shape is None and counted.coverage < COVERED:
+        why = f"shapes cover {counted.coverage:.0%} of compute, {COVERED:.0%} are needed"
+        return dataclasses.replace(
+            unknown, why=f"{why}: record them (record_shapes=True), or give --model and --tokens"
+        )
+    if tokens is None:
+        says = f"{says}; padding counts as useful (give --tokens)"
+    if slots is None and tokens is not None:
+        says = f"{says}; padding is not known"
+    return _utilised(dataclasses.replace(unknown, flops=flops, convention=says), device, peak)
+
+
+def _utilised(known: Efficiency, device: DeviceFacts, peak: Peak) -> Efficiency:
+    """HFU only where the trace tells a backward, and with it the recompute inside."""
+    if peak.flops is None or known.flops is None:
+        return dataclasses.replace(known, why=peak.line())
+    seconds = device.window.wall_ns / 1e9
+    try:
+        share = mfu(known.flops.useful, seconds, peak.flops)
+        again_known = "compute.backward" in device.account.parts
+        with_again = hfu(known.flops.useful, known.flops.recompute, seconds, peak.flops)
+    except ImpossibleMfu as error:
+        return dataclasses.replace(known, flops=None, why=str(error))
+    return dataclasses.replace(known, mfu=share, hfu=with_again if again_known else None)
+
+
+def _of_model(
+    shape: ModelShape, tokens: int, slots: int | None, sequence: int | None, device: DeviceFacts
+) -> tuple[Flops, str]:
+    """FLOPs of training on so many tokens. Recompute is scaled from forward by the time that it took in the trace."""
+    length = max(1, min(sequence or 1, tokens))
+    documents = _cut(tokens, length)
+    layout = SlotLayout.packed(np.concatenate((documents, _cut((slots or tokens) - tokens, length))))
+    found = step_flops(shape, documents, layout)
+    forward = device.account.total("compute.forward")
+    again = device.account.total("compute.recompute") / forward if forward else 0.0
+    computed = found.useful.forward + found.padding.forward
+    flops = msgspec.structs.replace(found.to_flops(), recompute=round(again * computed))
+    says = describe() + (f"; sequences of {length:,}" if sequence else "; attention is not counted (give --seq-len)")
+    return flops, says.replace("; no recompute", "")
+
+
+def _cut(total: int, length: int) -> Int64:
+    """`total` tokens as documents of `length`, the last one shorter."""
+    whole, rest = divmod(total, length)
+    return np.array([length] * whole + [rest] * bool(rest), np.int64)
+
+
+def product_dtype(view: View) -> str:
+    """The dtype in which most time of the matrix products passes, by recorded types, else by kernel names."""
+    products = view.of_kind("matmul") & view.computing
+    total = view.time(products)
+    for dtype, pattern in (("fp8", _FP8), ("tf32", _TF32), ("fp32", _FLOAT32)):
+        if total and view.time(products & view.named(pattern)) * 2 > total:
+            return dtype
+    events, host = view.device.events, view.rank.host
+    rows = np.flatnonzero(products & (events.op >= 0))
+    of = {"fp32": 0, "fp16": 0, "bf16": 0}
+    for row in rows.tolist():
+        types = view.types_of(int(events.op[row])) if len(host) else ""
+        match = re.search(r'"(float|c10::Half|c10::BFloat16)"', types)
+        if match:
+            of[{"float": "fp32", "c10::Half": "fp16"}.get(match[1], "bf16")] += int(view.spent[row])
+    best = max(of, key=lambda name: of[name])
+    return best if of[best] else "bf16" if view.on_gpu else "fp32"

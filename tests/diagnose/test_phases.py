@@ -1,0 +1,63 @@
+"""Compute split into forward, backward, recompute, loss and optimizer, on traces recorded here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.checkpoint import checkpoint
+
+from diagnose.causes import recomputing
+from headway.diagnose.facts import DeviceFacts
+from headway.diagnose.job import read_job
+
+
+def record(path: Path, how: str) -> DeviceFacts:
+    """Three steps of a small network; `how`: plain, or checkpoints of either kind."""
+    torch.manual_seed(0)
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256)) for _ in range(4)
+    ]
+    model = torch.nn.ModuleList(blocks)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        for step in range(3):
+            with record_function(f"ProfilerStep#{step}"):
+                x = torch.randn(256, 256, requires_grad=True)
+                for block in model:
+                    x = block(x) if how == "plain" else checkpoint(block, x, use_reentrant=how == "reentrant")
+                torch.nn.functional.cross_entropy(x, torch.zeros(256, dtype=torch.long)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    prof.export_chrome_trace(str(path))
+    return read_job([path]).ranks[0].device()
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "not reentrant"])
+def test_recompute_is_told_from_backward(how: str, tmp_path: Path) -> None:
+    device = record(tmp_path / "t.json", how)
+    total = device.account.total
+    assert total("compute") == device.shares.compute_ns
+    assert min(total(f"compute.{name}") for name in ("forward", "backward", "loss", "optimizer")) > 0
+    assert total("compute.backward") > total("compute.loss")
+    again = total("compute.recompute")
+    if how == "plain":
+        assert again == 0
+    else:
+        assert 0.4 * total("compute.forward") < again < 2.0 * total("compute.forward")
+
+
+def test_an_event_without_a_backward_in_the_trace_has_no_phase(tmp_path: Path) -> None:
+    from diagnose.kineto_maker import clean
+
+    device = read_job([clean().write(tmp_path / "t.json.gz")]).ranks[0].device()
+    assert "compute" in device.account.parts and (device.phase == -1).all()
+
+
+def test_a_checkpoints_time_on_a_device(tmp_path: Path) -> None:
+    """6 products of 400 µs and 6 flash kernels of 300 µs a step run again, 4 steps."""
+    device = read_job([recomputing(True).write(tmp_path / "t.json.gz")]).ranks[0].device()
+    assert device.account.total("compute.recompute") == 4 * 6 * 700_000
+    assert device.account.total("compute.backward") == 4 * 6 * 800_000
