@@ -1,5 +1,5 @@
 """`python -m headway` is the `headway` command; the launcher starts its ranks this way."""
 
-from headway.cli.main import main
+from headway.cli.entry import main
 
 main()

@@ -58,7 +58,7 @@ def describe(convention: Convention = "causal", trainable: Trainable = "full", t
     """
     weights = "6 FLOPs per active matrix weight and token"
     if isinstance(trainable, LoraShape):
-        weights = "4 FLOPs per frozen active matrix weight and token, 6 per LoRA weight"
+        weights = "4 FLOPs per frozen active matrix weight and token, 6 per LoRA weight (adapters of experts uncounted)"
     head = "head at trained tokens only" if trained_head else "head included"
     matrices = f"{weights} (no input embedding, {head})"
     return f"convention {convention!r}: {matrices}; {_PAIRS[convention]}; no recompute"

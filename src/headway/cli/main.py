@@ -72,6 +72,11 @@ def _run(arguments: list[str], debug: bool) -> int:
         # The reader of our output (head, less) has seen enough.
         sys.stderr.close()
         return 0
+    except UnicodeEncodeError as error:
+        if debug or "utf-8" in error.encoding:
+            raise
+        print(f"headway: this terminal's encoding is {error.encoding}; start with PYTHONUTF8=1", file=sys.stderr)
+        return BAD_INPUT
     except OSError as error:
         if debug:
             raise

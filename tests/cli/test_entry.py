@@ -1,0 +1,51 @@
+"""The first moments of the command, before anything of ours or of the libraries is imported."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from headway.cli.main import main
+
+_INTERRUPTED_WHILE_IMPORTING = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == "headway.cli.main":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["headway", "doctor"]
+{start}
+"""
+
+
+def _interrupted(start: str) -> subprocess.CompletedProcess[str]:
+    code = _INTERRUPTED_WHILE_IMPORTING.format(start=start)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_ctrl_c_during_the_imports_ends_it_quietly() -> None:
+    done = _interrupted("from headway.cli.entry import main; main()")
+    assert done.returncode == -signal.SIGINT and done.stderr == ""
+
+
+def test_the_plant_shows_a_traceback() -> None:
+    assert "KeyboardInterrupt" in _interrupted("from headway.cli.main import main; main()").stderr
+
+
+def test_a_name_that_the_locale_cannot_write_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def writes(*_: object) -> None:
+        "ü".encode("ascii")
+
+    monkeypatch.setattr("headway.config.load.load_run", writes)
+    with pytest.raises(SystemExit) as end:
+        main(["train", "run.yaml"])
+    told = capsys.readouterr().err
+    assert end.value.code == 2 and "PYTHONUTF8=1" in told and "Traceback" not in told
