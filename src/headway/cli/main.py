@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import sys
 from typing import Any
@@ -28,7 +29,9 @@ app = typer.Typer(
 )
 
 
+@functools.cache
 def _join_commands() -> None:
+    """Once a process: joined again, every command would be there twice, and each call slower than the one before."""
     from headway.cli import bench, checkpoint, data, diagnose, doctor, plan, report, train, tune, verify
 
     for module in (train, tune, verify, diagnose, report, doctor):
