@@ -74,7 +74,7 @@ def _base_dtype(state: Mapping[str, Tensor]) -> torch.dtype:
 def _peft_config(lora: LoraConfig) -> PeftLoraConfig:
     return PeftLoraConfig(
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # any number works
+        lora_alpha=lora.alpha,  # any number works
         lora_dropout=lora.dropout,
         target_modules=lora.targets,
         bias="none",

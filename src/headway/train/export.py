@@ -76,7 +76,7 @@ def _write(config: RunConfig, model: BuiltModel, state: dict[str, Tensor], out: 
     if config.model.tokenizer is not None:
         tokenizer = load_tokenizer(config.model.tokenizer, trust_remote_code=config.model.trust_remote_code)
     if config.model.lora is not None:
-        save_adapter(model.module, out.with_name(f"{out.name}-adapter"), state)  # type: ignore[arg-type]
+        save_adapter(model.module, out.with_name(f"{out.name}-adapter"), state)
         state = merge_lora(state, model.config, config.model.lora)
     save_model(
         state,
