@@ -1,0 +1,46 @@
+"""What a step says of itself, as the guard sees it: the same numbers on every rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+LOSS, GRADIENT, UPDATE = "loss", "gradient norm", "update norm"
+HIGHEST, LOWEST, SCALE = "highest document loss", "lowest document loss", "loss scale"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One step's figures; NaN where a figure does not exist (no document long enough, no update made).
+
+    nll: nats per trained token of the global batch. grad_norm: global, before clipping. update: root mean square of
+    the *previous* step's update over its learning rate. highest, lowest: mean nll of single documents.
+    loss_scale: 1 where there is none. finite: loss and gradient are finite on all ranks. kind: what the batch is made
+    of (a name for sequence length and mixture); figures of another kind may lie elsewhere.
+    """
+
+    step: int
+    nll: float
+    grad_norm: float
+    finite: bool
+    update: float = math.nan
+    highest: float = math.nan
+    lowest: float = math.nan
+    loss_scale: float = 1.0
+    kind: str = ""
+
+    def watched(self) -> dict[str, float]:
+        """The figures that have a course, in the scale in which their noise is even: norms (and the lowest
+        loss, which goes down to 0) as logarithms."""
+        found = {
+            LOSS: self.nll,
+            GRADIENT: _log(self.grad_norm),
+            UPDATE: _log(self.update),
+            HIGHEST: self.highest,
+            LOWEST: _log(self.lowest),
+        }
+        return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def _log(value: float) -> float:
+    return math.log(value) if value > 0 else math.nan

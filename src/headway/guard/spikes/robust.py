@@ -1,0 +1,152 @@
+"""How far a figure may stray from its own recent course: limits that adapt to its noise, tails and trend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RECENT = 24
+"""Values whose median is where the next one is expected: short, so that a falling loss is followed."""
+SPREAD = 64
+"""Deviations whose median size is the present noise."""
+WINDOW = 1536
+"""Deviations, over the noise of their time, that tails are read from."""
+LEAST = 12
+"""Values before anything is judged."""
+
+FAR, NEAR = 1e-6, 1e-4
+"""Chances, per value and side, that a clean value lies beyond the far and beyond the near limit."""
+
+_MAD = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+_NARROWEST = 5.0  # deviations of a normal distribution; below this no figure is called a spike, whatever its tails
+_TAIL_SHARE = 0.05
+# Norms have power laws for tails (Zhang et al. 2020, arXiv:1912.03194), and so logarithms of norms, like losses,
+# exponential ones: shape 0 of the generalised Pareto distribution. A little heavier, because 75 extremes cannot tell.
+_SHAPE = 0.05
+_NEAR_FLOOR = 0.6
+_MARGIN = 1.15  # for the scale, which is known no better
+_REFRESH = 16  # values between two looks at the tails: sorting each time would cost more than all the rest
+
+
+class Range(NamedTuple):
+    """Lowest and highest clean value; infinite while too little is known."""
+
+    low: float = -math.inf
+    high: float = math.inf
+
+
+@dataclass
+class Track:
+    """One figure over the steps. Only values that were judged clean are absorbed, so no spike can widen the limits.
+
+    The expected value is the median of the last `RECENT`. A value's deviation is taken from what was expected before
+    it came, and divided by the noise of that moment, so that a warm-up's turbulence is not held against later steps.
+    Limits lie where these deviations' own tails (their mean excess over the outer 5 %) would be passed with the chances
+    FAR and NEAR: for values too high by the upper tail, for values too low by the lower one. Deterministic.
+
+    floor: the smallest deviation that matters, in the figure's own unit.
+    """
+
+    floor: float
+    recent: list[float] = field(default_factory=list)
+    deviations: list[float] = field(default_factory=list)
+    relative: list[float] = field(default_factory=list)
+    seen: int = 0
+    centre: float = math.nan
+    """The value expected next; NaN where nothing is known."""
+    _noise: float | None = None
+    _reach: list[tuple[float, float]] = field(default_factory=lambda: [(math.inf, math.inf)] * 2)
+
+    def limits(self) -> tuple[Range, Range]:
+        """The far and the near range of the value to come."""
+        if not self.recent or self._noise is None:
+            return Range(), Range()
+        # A median of few values is itself uncertain.
+        slack = 1 + 3 / len(self.recent) if len(self.recent) < RECENT else 1.0
+        far, near = (
+            Range(
+                *(
+                    self.centre + slack * sign * max(floor, reach * self._noise)
+                    for sign, reach in zip((-1, 1), pair, strict=True)
+                )
+            )
+            for floor, pair in zip((self.floor, _NEAR_FLOOR * self.floor), self._reach, strict=True)
+        )
+        return far, near
+
+    def absorb(self, value: float) -> None:
+        """Takes a clean value in. Raises ValueError for one that is not finite: it would never leave the median."""
+        if not math.isfinite(value):
+            raise ValueError(f"{value} cannot be a clean figure")
+        if self.recent:
+            if self._noise is not None:
+                self.relative.append((value - self.centre) / self._noise if self._noise > 0 else 0.0)
+            self.deviations.append(value - self.centre)
+        self.recent.append(value)
+        del self.recent[:-RECENT], self.deviations[:-SPREAD], self.relative[:-WINDOW]
+        self.seen += 1
+        self._look()
+        if self.seen % _REFRESH == 0:
+            self._reach = self._measure()
+
+    def change(self) -> None:
+        """A new level is expected from here (another sequence length or mixture); the noise known so far holds."""
+        self.recent.clear()
+        self._look()
+
+    def state(self) -> dict[str, Any]:
+        """Exact, as plain numbers."""
+        return {
+            "recent": list(self.recent),
+            "deviations": list(self.deviations),
+            "relative": list(self.relative),
+            "seen": self.seen,
+            "reach": [[_written(value) for value in pair] for pair in self._reach],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.recent, self.deviations = list(state["recent"]), list(state["deviations"])
+        self.relative, self.seen = list(state["relative"]), state["seen"]
+        read = [[math.inf if value is None else value for value in pair] for pair in state["reach"]]
+        self._reach = [(down, up) for down, up in read]
+        self._look()
+
+    def _look(self) -> None:
+        """What is expected next, and the noise around it (as a normal distribution's standard deviation)."""
+        self.centre = _middle(self.recent) if self.recent else math.nan
+        known = len(self.deviations) >= LEAST
+        self._noise = _MAD * _middle([abs(value) for value in self.deviations]) if known else None
+
+    def _measure(self) -> list[tuple[float, float]]:
+        """(down, up) far and near, in units of the present noise."""
+        # Few values know their noise badly, and stand in a warm-up: with twelve of them limits are twice as wide.
+        few = 1 + LEAST / max(LEAST, len(self.relative))
+        if len(self.relative) < LEAST:
+            return [(few * 2 * _NARROWEST,) * 2, (few * _NARROWEST,) * 2]
+        rising = np.sort(np.array(self.relative))
+        return [
+            (few * max(_NARROWEST, below), few * max(_NARROWEST, above))
+            for below, above in zip(_reach(-rising), _reach(rising[::-1]), strict=True)
+        ]
+
+
+def _reach(falling: np.ndarray) -> list[float]:
+    """The deviations passed with the chances FAR and NEAR, from deviations sorted from the most extreme one down."""
+    count = min(max(6, round(_TAIL_SHARE * len(falling))), len(falling) - 1)
+    base = max(float(falling[count]), 1.0)
+    scale = float(np.mean(np.maximum(falling[:count] - base, 0.0)))
+    odds = [count / len(falling) / risk for risk in (FAR, NEAR)]
+    return [_MARGIN * (base + scale * (each**_SHAPE - 1) / _SHAPE) for each in odds]
+
+
+def _middle(values: list[float]) -> float:
+    """The median; for a few dozen numbers several times as fast as numpy's."""
+    ranked, half = sorted(values), len(values) // 2
+    return ranked[half] if len(values) % 2 else 0.5 * (ranked[half - 1] + ranked[half])
+
+
+def _written(value: float) -> float | None:
+    return None if math.isinf(value) else value  # JSON knows no infinity
