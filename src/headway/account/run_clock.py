@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 from headway.account.account import Account
 from headway.account.tree import RUN
 
 # The launcher passes the moment the user pressed return, so that its own start-up is not lost to the account.
 LAUNCHED_AT = "HEADWAY_LAUNCHED_AT"
+# The supervisor passes what a death cost: when the dead session's account ended and when the death was noticed.
+LOST = "HEADWAY_LOST"
 _WARM_UP_SAMPLE = 64
+
+
+class PhaseWatch(Protocol):
+    """Hears of the phases of a clock: where the process is."""
+
+    def enter(self, phase: str) -> None: ...
+
+    def leave(self) -> None: ...
 
 
 def process_age_ns() -> int:
@@ -28,15 +40,31 @@ def process_age_ns() -> int:
     return max(0, int((time.time() - launched_at) * 1e9))
 
 
+def start_run_clock() -> RunClock:
+    """The clock of this process's session. After a death it goes on where the dead session's account ended, so that
+    no second of the run belongs to nobody; its start is then downtime."""
+    lost = os.environ.get(LOST)
+    if lost is None:
+        return RunClock(process_age_ns())
+    # The monotonic clock is one for all processes of a machine, and no jump of the wall clock reaches it.
+    known, now = json.loads(lost), time.monotonic_ns()
+    told, detected = int(known["told_ns"]), int(known["detected_ns"])
+    return RunClock(now - told, {"downtime.detect": detected - told, "downtime.restart": now - detected})
+
+
 class RunClock:
     """Sums one session's wall clock into the RUN tree.
 
     `age_ns` is the time the process had already lived when the clock was made; it counts as startup.launch.
-    Phases may nest: the inner one interrupts the outer one.
+    Phases may nest: the inner one interrupts the outer one. `before` says what that time was after a death; starting
+    up then counts as downtime.restart.
     """
 
-    def __init__(self, age_ns: int = 0) -> None:
-        self._parts: dict[str, int] = {"startup.launch": age_ns}
+    def __init__(self, age_ns: int = 0, before: Mapping[str, int] | None = None) -> None:
+        self._parts: dict[str, int] = {"startup.launch": age_ns} if before is None else dict(before)
+        self._restarted = before is not None
+        self.watch: PhaseWatch | None = None
+        """Told of every phase, e.g. the rank's beacon."""
         self._age_ns = age_ns
         self._open: list[str] = []
         self._start = self._mark = time.monotonic_ns()
@@ -47,13 +75,19 @@ class RunClock:
     def phase(self, path: str) -> Iterator[None]:
         if path not in RUN:
             raise KeyError(f"{path!r} is not a category of the run account")
+        if self._restarted and path.startswith("startup."):
+            path = "downtime.restart"
         self._lap()
         self._open.append(path)
+        if self.watch is not None:
+            self.watch.enter(path)
         try:
             yield
         finally:
             self._lap()
             self._open.pop()
+            if self.watch is not None:
+                self.watch.leave()
 
     def _lap(self) -> None:
         now = time.monotonic_ns()

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,9 +41,9 @@ def train(
     config = loaded.config
     rank_env = read_rank_env(os.environ)
     if rank_env is None:
-        ranks = _ranks_to_start(config)
+        ranks = ranks_to_start(config)
         if ranks > 1:
-            return _launch(config, ranks)
+            return launch_supervised(config, ranks, sys.argv[1:])
     from headway.watch.console import outliving_readers
 
     with outliving_readers():
@@ -60,33 +61,91 @@ def _show(loaded: object, json: bool) -> int:
     return 0
 
 
-def _ranks_to_start(config: RunConfig) -> int:
+def ranks_to_start(config: RunConfig) -> int:
+    """How many ranks the run file asks for on this machine."""
     import torch
 
     gpus = torch.cuda.device_count() if config.device != "cpu" and torch.cuda.is_available() else 0
     return config.parallel.local_ranks(gpus)
 
 
-def _launch(config: RunConfig, ranks: int) -> int:
-    """Starts the same command once per rank. Data is prepared first, so that no rank waits in a collective for it."""
+def launch_supervised(config: RunConfig, ranks: int, argv: Sequence[str], hang_s: float = 5.0) -> int:
+    """Starts a command once per rank, under supervision. Data is prepared first, so that no rank waits in a
+    collective for it."""
     from headway.account.run_clock import LAUNCHED_AT, process_age_ns
-    from headway.guard.launch import launch_local
-    from headway.train.data import prepare_sources
+    from headway.guard.ledger import Ledger
+    from headway.guard.processes import Start, can_fork, in_child
+    from headway.guard.supervisor import Supervisor
+    from headway.record.folder import RunFolder
 
     launched_at = time.time() - process_age_ns() / 1e9
+    entry = _entry if _may_fork(config) else None
+    if entry is not None and can_fork():
+        code = in_child(lambda: _prepared(config))  # the threads that it starts would forbid a fork of the ranks
+        if code:
+            return code
+    else:
+        _prepare(config)
+    folder = RunFolder(config.folder).create()
+    return Supervisor(
+        start=Start(argv, entry=entry),
+        ranks=ranks,
+        ledger=Ledger(folder.incidents),
+        logs=folder.logs,
+        env={**os.environ, LAUNCHED_AT: repr(launched_at)},
+        hang_least_s=hang_s,
+    ).run()
+
+
+def _may_fork(config: RunConfig) -> bool:
+    """On a CPU the ranks are forked from this process, which then loads what they need, once; a device must not have
+    been touched by the process that forks."""
+    import torch
+
+    if config.device == "cuda" or torch.cuda.is_available():
+        return False
+    import headway.model.load
+    import headway.train.build
+    import headway.train.loop  # noqa: F401
+
+    torch.set_num_threads(1)
+    return True
+
+
+def _prepare(config: RunConfig) -> None:
+    from headway.train.data import prepare_sources
+
     prepare_sources(config, say=_say)
-    environment = {**os.environ, LAUNCHED_AT: repr(launched_at)}
-    return launch_local(ranks, sys.argv[1:], env=environment, log_dir=config.folder / "logs")
+
+
+def _prepared(config: RunConfig) -> int:
+    from headway.account.errors import UserError
+
+    try:
+        _prepare(config)
+    except UserError as error:
+        print(f"headway: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _entry(argv: Sequence[str]) -> None:
+    from headway.cli.main import main
+
+    main(list(argv))
 
 
 def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
-    from headway.account.run_clock import RunClock, process_age_ns
+    from headway.account.run_clock import start_run_clock
+    from headway.guard.beacon import light_beacon
     from headway.guard.failure import record_failure
     from headway.guard.process_group import close_process_group
     from headway.train.build import build_run
     from headway.train.loop import train as run_loop
 
-    run_clock = RunClock(process_age_ns())
+    run_clock = start_run_clock()
+    beacon = light_beacon(os.environ, rank_env.rank) if rank_env is not None else None
+    run_clock.watch = beacon
     main = rank_env is None or rank_env.rank == 0
     try:
         run = build_run(
@@ -96,6 +155,7 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
             observers=(lambda: _observers(config, quiet=json)) if main else list,
             say=_say if main and not json else _say_nothing,
             hook=lambda place: _periodic_trace(config, place),
+            beacon=beacon,
         )
         reason = run_loop(run)
     except BaseException as error:

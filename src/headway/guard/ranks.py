@@ -17,6 +17,9 @@ from headway.account.errors import UserError
 LAUNCHER_VARIABLE = "HEADWAY_LAUNCHER"
 """Set by `guard.launch` in the ranks that it starts."""
 
+GENERATION_VARIABLE = "HEADWAY_GENERATION"
+"""Counts the starts under one supervisor."""
+
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # Slurm's own steps (interactive, batch, extern) have ids at the very top of 32 bits; they are not `srun` tasks.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
@@ -37,6 +40,18 @@ class RankEnv:
     master_addr: str | None
     master_port: int | None
     launched_by: Literal["headway", "torchrun", "slurm", "environment"]
+
+
+def restart_of(environ: Mapping[str, str]) -> int:
+    """How often the ranks were started before in the same store, by Headway's supervisor or torchrun; 0 at first.
+
+    torchrun keeps its store over restarts: without a prefix of its own, a generation reads the addresses that the dead
+    one left there, and hangs.
+    """
+    for name in (GENERATION_VARIABLE, "TORCHELASTIC_RESTART_COUNT"):
+        if name in environ:
+            return _integer(environ, name)
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,12 +24,13 @@ from headway.data.feed import Feeder
 from headway.data.stream import Stream
 from headway.data.view import View
 from headway.data.vocabulary import check_vocabulary
+from headway.guard.beacon import Beacon, watch_compilation
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.environment import collect_environment
 from headway.guard.folder_lock import FolderLock
 from headway.guard.ledger import Ledger
 from headway.guard.process_group import control, init_process_group
-from headway.guard.ranks import RankEnv
+from headway.guard.ranks import RankEnv, restart_of
 from headway.guard.signals import StopRequest
 from headway.model.isolation import prove_isolation
 from headway.model.kernels.choose import Chosen
@@ -85,6 +87,7 @@ def build_run(
     observers: Callable[[], Sequence[Observer]],
     say: Say,
     hook: HookFactory | None = None,
+    beacon: Beacon | None = None,
 ) -> Run:
     """Builds one rank's run. Collective: every rank calls it, and it succeeds or fails on all.
 
@@ -94,7 +97,7 @@ def build_run(
     lock = FolderLock(config.folder)
     try:
         with run_clock.phase("startup.launch"):
-            return _build(config, rank_env, run_clock, observers, say, lock, hook)
+            return _build(config, rank_env, run_clock, observers, say, lock, hook, beacon)
     except BaseException:
         lock.release()
         raise
@@ -108,6 +111,7 @@ def _build(
     say: Say,
     lock: FolderLock,
     hook: HookFactory | None,
+    beacon: Beacon | None,
 ) -> Run:
     place = _find_place(config, rank_env)
     folder = RunFolder(config.folder).create()
@@ -137,6 +141,7 @@ def _build(
     peak = _peak(config, place)
     session = resuming.next_session(folder)
     clock = StepClock(place.device.type)
+    clock.watch = beacon
     _write_down(config, folder, kernels)
     reporter = Reporter(
         session=session,
@@ -151,6 +156,8 @@ def _build(
         peak_flops=peak.flops * place.world if peak.flops else None,
         compiled=config.train.compile or (kernels is not None and kernels.compiles()),
     )
+    if beacon is not None and reporter.compiled:
+        watch_compilation(beacon)
     learner = _learner(config, replicas, optimizers, clock, place, state)
     with run_clock.phase("compile"):
         fit, facts = _fit(config, learner, model, place, reporter, state.step, say)
@@ -180,6 +187,7 @@ def _build(
         exported=folder.final_model,
         evaluator=evaluator,
         hook=hook(HookPlace(folder.root, place.rank, place.world, session, clock)) if hook else None,
+        beacon=beacon,
         step=state.step,
         position=state.position,
     )
@@ -187,7 +195,7 @@ def _build(
 
 def _find_place(config: RunConfig, rank_env: RankEnv | None) -> Place:
     device = choose_device(config.device, rank_env.local_rank if rank_env else 0)
-    init_process_group(rank_env, device.torch)
+    init_process_group(rank_env, device.torch, restart=restart_of(os.environ))
     if config.deterministic:
         use_deterministic_kernels()
     world = rank_env.world_size if rank_env else 1

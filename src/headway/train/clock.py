@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from headway.account.account import Account
+from headway.account.run_clock import PhaseWatch
 from headway.account.tree import STEP
 
 
@@ -69,6 +70,8 @@ class StepClock:
         self._open = False
         self._closed: deque[tuple[list[tuple[Any, str | None]], int]] = deque()
         self.marks = 0
+        self.watch: PhaseWatch | None = None
+        """Told of every phase, e.g. the rank's beacon."""
         self.annotate = False
         """Whether phases also stand as ranges in a profiler's trace; on only while one records."""
 
@@ -94,11 +97,15 @@ class StepClock:
             raise KeyError(f"{path!r} is not a category of the step account")
         self._mark(self._stack[-1] if self._stack else None)
         self._stack.append(path)
+        if self.watch is not None:
+            self.watch.enter(path)
         try:
             with torch.profiler.record_function(f"headway.{path}") if self.annotate else nullcontext():
                 yield
         finally:
             self._mark(self._stack.pop())
+            if self.watch is not None:
+                self.watch.leave()
 
     def _mark(self, path: str | None) -> None:
         self._segments.append((self._timeline.mark(), path))

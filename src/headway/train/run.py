@@ -16,6 +16,7 @@ from headway.account.run_clock import RunClock
 from headway.config.run import RunConfig
 from headway.data.feed import Fed
 from headway.data.global_batch import Position
+from headway.guard.beacon import Beacon
 from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
 from headway.guard.folder_lock import FolderLock
 from headway.guard.process_group import is_main
@@ -63,6 +64,7 @@ class Run:
     exported: Path
     evaluator: Evaluator | None = None
     hook: StepHook | None = None
+    beacon: Beacon | None = None
     step: int = 0
     position: Position = field(default_factory=Position)
     _saved_step: int = -1
@@ -74,6 +76,8 @@ class Run:
 
     def start(self) -> None:
         self._saved_step = self.step
+        if self.beacon is not None:
+            self.beacon.resumed(self.step)
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -86,6 +90,8 @@ class Run:
 
     def begin_step(self) -> None:
         self.clock.begin_step()
+        if self.beacon is not None:
+            self.beacon.begin_step(self.position.documents)
         if self.hook is not None:
             with self.clock.phase("host.logging"):
                 self._tell_all(self.hook.begin_step(self.step + 1))
@@ -95,6 +101,8 @@ class Run:
         in_flight = 1 if self.learner.replicas.device_type == "cuda" else 0
         with self.clock.phase("host.logging"):
             self.reporter.tell_finished(in_flight)
+        if self.beacon is not None:
+            self.beacon.told()
 
     def next_batch(self) -> Fed:
         with self.clock.phase("data"):
@@ -110,6 +118,8 @@ class Run:
         counted = self.counter.count(fed.batch, self.fit.level)
         self.step += 1
         self.position = fed.batch.next
+        if self.beacon is not None:
+            self.beacon.finish_step(self.step)
         self.reporter.launched(
             StepFacts(
                 step=self.step,
