@@ -94,7 +94,11 @@ class EvalLine(msgspec.Struct, frozen=True, kw_only=True, tag="eval", tag_field=
 
 
 class CheckpointLine(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint", tag_field="event"):
-    """One published checkpoint: a line of metrics.jsonl."""
+    """One published checkpoint: a line of metrics.jsonl.
+
+    seconds is from the end of its copy in memory until it was published in its tier (memory, disk, remote); where the
+    trainer wrote it itself, of the whole save. blocked_s is how long training stood still to begin it.
+    """
 
     session: int
     step: int
@@ -102,6 +106,8 @@ class CheckpointLine(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"
     path: str
     bytes: int
     seconds: float
+    tier: str = "disk"
+    blocked_s: float = 0.0
 
 
 class SessionStart(msgspec.Struct, frozen=True, kw_only=True, tag="session_start", tag_field="event"):

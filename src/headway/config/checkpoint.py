@@ -15,10 +15,36 @@ class CheckpointConfig(Section):
         ge=1,
         description="Optimizer steps between checkpoints; null saves only at the end and when the run is stopped.",
     )
+    memory_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps between checkpoints in the node's shared memory, which survive a killed process "
+        "but not the node; null makes none but those on their way to the disk.",
+    )
+    keep_memory: int = Field(
+        default=1,
+        ge=1,
+        description="Newest memory checkpoints that stay while the next is made; host memory holds one more.",
+    )
     keep: int = Field(
         default=2,
         ge=1,
         description="Newest checkpoints that are kept; 2 so that one remains should the newest be damaged.",
+    )
+    keep_every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Also keep every checkpoint whose step this divides; null keeps only the newest.",
+    )
+    max_failures: int | None = Field(
+        default=5,
+        ge=0,
+        description="Saves in a row that may fail before the run stops; null goes on without a checkpoint for ever.",
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Seconds after which a save that is not on the disk is given up; training goes on meanwhile.",
     )
     at_end: bool = Field(
         default=True,

@@ -87,12 +87,20 @@ class CheckpointStore:
         # Of failed saves too, whose folders are gone: something stuck in one of them must never meet a later save.
         self._last_generation = 0
 
-    def save(self, step: int, tensors: Tree, meta: dict[str, Any], rank_state: dict[str, Any]) -> CheckpointRef:
+    @property
+    def control(self) -> Control:
+        """The ranks that use this store together."""
+        return self._control
+
+    def save(
+        self, step: int, tensors: Tree, meta: dict[str, Any], rank_state: dict[str, Any], *, above: int = 0
+    ) -> CheckpointRef:
         """Writes and publishes one checkpoint. Collective.
 
         `tensors`: a nested state (e.g. from `training_state.capture`): top-level keys "model" and "optimizer" (others
         are allowed); dicts with text keys, lists, DTensors, plain tensors (taken as replicated) and plain values.
         `meta`: what JSON keeps exactly (rank 0's is written). `rank_state`: this rank's tensors and plain values.
+        `above`: a generation that was used elsewhere; this one is higher.
 
         Raises CheckpointFailed on every rank when it could not be written (no space, I/O error); earlier checkpoints
         are untouched and the partial folder is removed. TypeError or ValueError for content that could not be loaded
@@ -100,7 +108,7 @@ class CheckpointStore:
         """
         run_id = self._own_run_id()
         flat = flatten(tensors)
-        draft = writing.claim(self._control, self.root, run_id, step, flat, self._last_generation)
+        draft = writing.claim(self._control, self.root, run_id, step, flat, max(above, self._last_generation))
         self._last_generation = draft.ref.generation
         try:
             with writing.held(self._control, draft.partial):

@@ -52,6 +52,12 @@ def capture(model: nn.Module, optimizers: Optimizers, *, trainable_only: bool = 
     return {"model": weights, "optimizer": {"state": state, "param_groups": groups}}
 
 
+def buffer_keys(model: nn.Module) -> frozenset[str]:
+    """Keys in `capture`'s tree of what a forward pass may change."""
+    names = (name for name, _ in model.named_buffers())
+    return frozenset(f"model.{_bare(model, name)}" for name in names)
+
+
 def _without_aliases(weights: dict[str, Any]) -> dict[str, Any]:
     """A tied head is the embedding under a second name: saved once, and filled with it when loaded in place."""
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
@@ -152,13 +158,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _names(model: nn.Module) -> dict[Tensor, str]:
-    prefix = "module." if isinstance(model, DistributedDataParallel) else ""
-    names: dict[Tensor, str] = {}
-    for name, parameter in model.named_parameters():
-        for part in _WRAPPER_PARTS:
-            name = name.replace(part, "")
-        names[parameter] = name.removeprefix(prefix)
-    return names
+    return {parameter: _bare(model, name) for name, parameter in model.named_parameters()}
+
+
+def _bare(model: nn.Module, name: str) -> str:
+    for part in _WRAPPER_PARTS:
+        name = name.replace(part, "")
+    return name.removeprefix("module." if isinstance(model, DistributedDataParallel) else "")
 
 
 def _name(names: dict[Tensor, str], parameter: Tensor) -> str:

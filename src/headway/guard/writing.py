@@ -7,13 +7,11 @@ Each is collective. Whatever fails, the published checkpoints stay as they were.
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import os
 import shutil
 import socket
-import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +28,8 @@ from headway.guard import layout
 from headway.guard.control import Control
 from headway.guard.crash import crash_point
 from headway.guard.layout import CheckpointFailed, CheckpointRef
-from headway.guard.manifest import FileEntry, Manifest, hash_file, write_durably, write_manifest
+from headway.guard.manifest import FileEntry, Manifest, hash_file, write_durably
+from headway.guard.publishing import commit, explained, now
 from headway.guard.tree import Flat, part_bytes
 
 META_FILE = "meta.json"
@@ -38,7 +37,6 @@ VALUES_FILE = "values.pt"
 _EXPECTED = (OSError, CheckpointFailed)
 # Room for everything that is not a tensor: DCP's index, zip headers, the ranks' states, the manifest.
 _OVERHEAD_SHARE, _OVERHEAD_BYTES, _OVERHEAD_PER_SHARD, _OVERHEAD_PER_RANK = 0.01, 1 << 20, 2560, 1 << 17
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +58,30 @@ def claim(control: Control, root: Path, run_id: str, step: int, flat: Flat, abov
     Raises CheckpointFailed on every rank.
     """
 
-    def make() -> Draft:
-        root.mkdir(parents=True, exist_ok=True)
-        _check_space(root, flat, control.size)
-        while True:
-            generation = max(layout.next_generation(root), above + 1)
-            name = layout.published_name(step, generation)
-            partial = layout.work_path(root, layout.PARTIAL, name, run_id)
-            with contextlib.suppress(FileExistsError):
-                partial.mkdir()
-                break
-        writer = {"run_id": run_id, "host": socket.gethostname(), "pid": os.getpid(), "started": _now()}
-        try:
-            with _explaining(root):
-                write_durably(partial / layout.WRITER_FILE, json.dumps(writer).encode())
-        except CheckpointFailed:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        return Draft(partial, CheckpointRef(root / name, step, generation), run_id)
+    return control.on_main(
+        lambda: claim_here(root, run_id, step, flat, control.size, above), CheckpointFailed, _EXPECTED
+    )
 
-    return control.on_main(make, CheckpointFailed, _EXPECTED)
+
+def claim_here(root: Path, run_id: str, step: int, flat: Flat, ranks: int, above: int) -> Draft:
+    """The same, in this process alone. Raises CheckpointFailed or OSError."""
+    root.mkdir(parents=True, exist_ok=True)
+    _check_space(root, flat, ranks)
+    while True:
+        generation = max(layout.next_generation(root), above + 1)
+        name = layout.published_name(step, generation)
+        partial = layout.work_path(root, layout.PARTIAL, name, run_id)
+        with contextlib.suppress(FileExistsError):
+            partial.mkdir()
+            break
+    writer = {"run_id": run_id, "host": socket.gethostname(), "pid": os.getpid(), "started": now()}
+    try:
+        with _explaining(root):
+            write_durably(partial / layout.WRITER_FILE, json.dumps(writer).encode())
+    except CheckpointFailed:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Draft(partial, CheckpointRef(root / name, step, generation), run_id)
 
 
 @contextlib.contextmanager
@@ -112,12 +114,10 @@ def write(
     def write_own() -> dict[str, FileEntry]:
         folder = draft.partial
         with _explaining(folder):
-            write_durably(folder / rank_file(control.rank), _readable(rank_state, "rank_state"))
+            write_durably(folder / rank_file(control.rank), readable(rank_state, "rank_state"))
             if control.is_main:
-                paths = {key: flat.paths[key] for key in flat.values}
-                values = {"values": flat.values, "paths": paths, "lists": flat.lists}
-                write_durably(folder / VALUES_FILE, _readable(values, "a plain value of the state"))
-                write_durably(folder / META_FILE, _exact_json(meta))
+                for name, content in common_files(flat, meta).items():
+                    write_durably(folder / name, content)
             return {name: hash_file(folder / name) for name in _own_files(folder, control)}
 
     written: dict[str, FileEntry] = {}
@@ -126,42 +126,40 @@ def write(
     return written
 
 
+def common_files(flat: Flat, meta: dict[str, Any]) -> dict[str, bytes]:
+    """What rank 0 writes besides tensors: plain values and meta. Raises TypeError as `write` does."""
+    paths = {key: flat.paths[key] for key in flat.values}
+    values = {"values": flat.values, "paths": paths, "lists": flat.lists}
+    return {VALUES_FILE: readable(values, "a plain value of the state"), META_FILE: _exact_json(meta)}
+
+
 def publish(control: Control, draft: Draft, flat: Flat, files: dict[str, FileEntry]) -> Manifest:
     """Writes the manifest, makes everything durable, and renames the folder to its final name. Rank 0 acts."""
-    step = draft.ref.step
 
-    def commit() -> Manifest:
-        present = {entry.name for entry in draft.partial.iterdir()}
-        if present != files.keys():
-            odd = ", ".join(sorted(present ^ files.keys()))
-            raise CheckpointFailed(f"the files in {draft.partial.name} are not those that were written: {odd}")
-        parts = part_bytes(flat.tensors)
-        kept = {part: parts.get(part, 0) for part in ("model", "optimizer")}
-        total = sum(entry.size for entry in files.values())
+    def act() -> Manifest:
         manifest = Manifest(
-            step=step,
+            step=draft.ref.step,
             generation=draft.ref.generation,
             run_id=draft.run_id,
-            created=_now(),
+            created=now(),
             world_size=control.size,
             headway=__version__,
             torch=str(torch.__version__),
-            parts={**kept, "rest": total - sum(kept.values())},
+            parts=kept_parts(flat, files),
             files=files,
         )
-        crash_point("before-manifest", step)
         with _explaining(draft.partial):
-            write_manifest(draft.partial, manifest)
-            layout.fsync_folder(draft.partial)
-        crash_point("before-publish", step)
-        if os.path.lexists(draft.ref.path):  # rename would replace an empty folder without a word
-            raise CheckpointFailed(f"{draft.ref.name} exists already: another job writes into this folder")
-        draft.partial.rename(draft.ref.path)
-        layout.fsync_folder(draft.ref.path.parent)
-        crash_point("after-publish", step)
+            commit(draft.partial, draft.ref.path, manifest)
         return manifest
 
-    return control.on_main(commit, CheckpointFailed, _EXPECTED)
+    return control.on_main(act, CheckpointFailed, _EXPECTED)
+
+
+def kept_parts(flat: Flat, files: dict[str, FileEntry]) -> dict[str, int]:
+    """Bytes of the tensors under "model" and "optimizer", and of everything else in the files."""
+    parts = part_bytes(flat.tensors)
+    kept = {part: parts.get(part, 0) for part in ("model", "optimizer")}
+    return {**kept, "rest": sum(entry.size for entry in files.values()) - sum(kept.values())}
 
 
 def discard(control: Control, draft: Draft) -> None:
@@ -184,7 +182,7 @@ def failure_text(problem: CheckpointException, folder: Path) -> str:
     for rank, (cause, _) in problem.failures.items():
         if isinstance(cause, KeyboardInterrupt):
             raise KeyboardInterrupt from problem
-        texts.setdefault(_explained(cause, folder), []).append(rank)
+        texts.setdefault(explained(cause, folder), []).append(rank)
     return "; ".join(f"rank {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items())
 
 
@@ -248,20 +246,10 @@ def _explaining(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise CheckpointFailed(_explained(problem, folder)) from problem
+        raise CheckpointFailed(explained(problem, folder)) from problem
 
 
-def _explained(problem: BaseException, folder: Path) -> str:
-    text = f"{type(problem).__name__}: {problem}".splitlines()[0]
-    # torch's zip writer hides ENOSPC: it only notices that its position is not where it should be.
-    if getattr(problem, "errno", None) in _FULL or "unexpected pos" in text:
-        with contextlib.suppress(OSError):
-            free = shutil.disk_usage(folder).free
-            return f"the disk is full, or a quota is reached ({free / 1e6:,.1f} MB free in {folder.parent}): {text}"
-    return text
-
-
-def _readable(value: Any, what: str) -> bytes:
+def readable(value: Any, what: str) -> bytes:
     """`value` as torch.save writes it, after reading it back the way that a load will."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -290,7 +278,3 @@ def _refuse_inexact(value: Any, where: str) -> None:
             _refuse_inexact(child, f"{where}[{index}]")
     elif not (value is None or isinstance(value, (str, int, float, bool))):
         raise TypeError(f"{where} is a {type(value).__name__}: JSON does not keep it")
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

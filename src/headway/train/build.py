@@ -32,6 +32,7 @@ from headway.guard.ledger import Ledger
 from headway.guard.process_group import control, init_process_group
 from headway.guard.ranks import RankEnv, restart_of
 from headway.guard.signals import StopRequest
+from headway.guard.tiers import Tiers
 from headway.model.isolation import prove_isolation
 from headway.model.kernels.choose import Chosen
 from headway.model.load import check_model_folder
@@ -58,6 +59,7 @@ from headway.train.model import BuiltModel, build_model, use_deterministic_kerne
 from headway.train.optim import Optimizers, build_optimizers
 from headway.train.reporter import Reporter
 from headway.train.run import Run
+from headway.train.saves import Saves
 from headway.train.schedule import Schedule
 from headway.train.step import Learner
 from headway.train.supply import Supply
@@ -121,20 +123,27 @@ def _build(
     control().on_main(lock.acquire, UserError, (UserError, OSError))
     store = CheckpointStore(folder.checkpoints, resuming.run_id(folder))
     control().on_main(store.sweep, UserError, (OSError,))
-    ref = resuming.find_checkpoint(config, store)
+    tiers = Tiers(
+        store,
+        folder.root,
+        keep_memory=config.checkpoint.keep_memory,
+        device_type=place.device.type,
+        timeout_s=config.checkpoint.timeout_s,
+    )
+    found = resuming.find_checkpoint(config, tiers)
     with run_clock.phase("startup.data"):
         told = rank_env is not None and rank_env.launched_by == "headway"  # the launcher prepared, and said so
         view, stream = _data(config, place, say, (lambda text: None) if told else say)
         steps = total_steps(config, stream)
         _check_schedule(config, steps)
-        resuming.refuse_early(config, stream, store, ref)
+        resuming.refuse_early(config, stream, found)
     with run_clock.phase("startup.model"):
         model, replicas, optimizers, kernels = _model(config, place, view, say)
     identity = resuming.run_identity(config, stream, model.config.to_dict(), model.base_digest)
-    with run_clock.phase("startup.model" if ref is None else "downtime.reload"):
+    with run_clock.phase("startup.model" if found is None else "downtime.reload"):
         # Dropout must differ between ranks; a resume then restores each rank's own generators.
         torch.manual_seed(config.seed + place.rank)
-        state = resuming.resume(config, store, ref, replicas, optimizers, identity)
+        state = resuming.resume(config, found, replicas, optimizers, identity)
     for note in state.notes:
         say(note)
     evaluator = _evaluator(config, view, place)
@@ -158,7 +167,7 @@ def _build(
     )
     if beacon is not None and reporter.compiled:
         watch_compilation(beacon)
-    learner = _learner(config, replicas, optimizers, clock, place, state)
+    learner = _learner(config, replicas, optimizers, clock, place, state, tiers.fence)
     with run_clock.phase("compile"):
         fit, facts = _fit(config, learner, model, place, reporter, state.step, say)
     return Run(
@@ -178,7 +187,7 @@ def _build(
         counter=FlopCounter(model.shape, model.trainable, place.world, _trained_head(kernels)),
         reporter=reporter,
         run_clock=run_clock,
-        store=store,
+        saves=Saves(config.checkpoint, tiers, reporter, say),
         lock=lock,
         # Last: until here a signal ends the process at once, since there is nothing to save.
         stop=StopRequest(),
@@ -190,6 +199,7 @@ def _build(
         beacon=beacon,
         step=state.step,
         position=state.position,
+        saved_step=state.step if found is None or found.tier == "disk" else -1,
     )
 
 
@@ -269,12 +279,20 @@ def _learner(
     clock: StepClock,
     place: Place,
     state: resuming.Resumed,
+    before_update: Callable[[], None],
 ) -> Learner:
     scale = LossScale(place.device.torch) if place.compute_dtype == torch.float16 else None
     if scale is not None and state.loss_scale is not None:
         scale.load(state.loss_scale)
     return Learner(
-        replicas, optimizers, config.train.loss, config.optim.clip_norm, clock, scale=scale, agree=first_failure
+        replicas,
+        optimizers,
+        config.train.loss,
+        config.optim.clip_norm,
+        clock,
+        scale=scale,
+        agree=first_failure,
+        before_update=before_update,
     )
 
 

@@ -14,10 +14,11 @@ from headway.config.diff import identity as config_identity
 from headway.config.run import RunConfig
 from headway.data.global_batch import Position
 from headway.data.stream import Stream
-from headway.guard.checkpoint import CheckpointRef, CheckpointStore
+from headway.guard.checkpoint import CheckpointStore
 from headway.guard.fingerprint import refuse_changed
 from headway.guard.process_group import control
 from headway.guard.rng import set_rng_state
+from headway.guard.tiers import Found, Tiers
 from headway.guard.training_state import restore
 from headway.parallel.wrap import Replicas
 from headway.record.files import read_json, write_json
@@ -58,11 +59,11 @@ def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any]
 _KNOWN_LATE = ("architecture", "frozen base weights")
 
 
-def refuse_early(config: RunConfig, stream: Stream, store: CheckpointStore, ref: CheckpointRef | None) -> None:
+def refuse_early(config: RunConfig, stream: Stream, found: Found | None) -> None:
     """Refuses what settings and data alone tell, before minutes go into loading a model. Raises Refused."""
-    if ref is None:
+    if found is None:
         return
-    saved = store.read_meta(ref)["identity"]
+    saved = found.store.read_meta(found.ref)["identity"]
     late = {key: saved[key] for key in _KNOWN_LATE if key in saved}
     refuse_changed(saved, {**run_identity(config, stream, {}, ""), **late}, allow=set(config.checkpoint.allow))
 
@@ -90,41 +91,45 @@ def next_session(folder: RunFolder) -> int:
     return control().on_main(lambda: len(read_history(folder).sessions), UserError, (OSError, UserError))
 
 
-def find_checkpoint(config: RunConfig, store: CheckpointStore) -> CheckpointRef | None:
-    """The checkpoint that `checkpoint.resume` means; None starts anew.
+def find_checkpoint(config: RunConfig, tiers: Tiers) -> Found | None:
+    """The checkpoint that `checkpoint.resume` means, wherever it lies; None starts anew.
 
     Raises:
         Refused: `never` is set and the folder has one, or there are checkpoints and none of them holds.
         UserError: the named path is not a checkpoint of this run.
     """
-    wanted = config.checkpoint.resume
+    wanted, store = config.checkpoint.resume, tiers.disk
     if wanted not in ("auto", "never"):
         named = [info.ref for info in store.list() if info.ref.path.resolve() == Path(wanted).resolve()]
         if not named:
             raise UserError(f"checkpoint.resume: {wanted} is not a checkpoint in {store.root}")
-        return named[0]
-    newest = store.newest_verified()
+        return Found("disk", store, named[0])
+    newest = tiers.newest()
     if newest is not None and wanted == "never":
-        raise Refused(f"checkpoint.resume is never, but {store.root} holds {newest.name}; give the run another name")
+        raise Refused(
+            f"checkpoint.resume is never, but {newest.store.root} holds {newest.ref.name}; give the run another name"
+        )
     return newest
 
 
 def resume(
     config: RunConfig,
-    store: CheckpointStore,
-    ref: CheckpointRef | None,
+    found: Found | None,
     replicas: Replicas,
     optimizers: Optimizers,
     identity: dict[str, Any],
 ) -> Resumed:
-    """Restores everything from `ref`, in place. Refuses another run's identity with the difference. Collective."""
-    if ref is None:
+    """Restores everything, in place. Refuses another run's identity with the difference. Collective."""
+    if found is None:
         return Resumed()
+    store, ref = found.store, found.ref
     meta = store.read_meta(ref)
     allowed = refuse_changed(meta["identity"], identity, allow=set(config.checkpoint.allow))
     lora = config.model.lora is not None
     loaded = restore(store, ref, replicas.module, optimizers.items, trainable_only=lora)
     notes = [f"newer checkpoint not used: {reason}" for reason in ref.rejected]
+    if found.tier != "disk":
+        notes.append(f"resumed from {ref.name} in {found.tier}")
     if loaded.rank_state is not None:
         notes += set_rng_state(loaded.rank_state["rng"])
     notes += [f"allowed to differ: {line}" for line in allowed]

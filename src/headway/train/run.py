@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headway.account.errors import UserError
-from headway.account.events import CheckpointLine, EvalLine, Line, SessionEnd, SessionStart
+from headway.account.events import EvalLine, Line, SessionEnd, SessionStart
 from headway.account.run_clock import RunClock
 from headway.config.run import RunConfig
 from headway.data.feed import Fed
 from headway.data.global_batch import Position
 from headway.guard.beacon import Beacon
-from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
 from headway.guard.folder_lock import FolderLock
-from headway.guard.process_group import is_main
 from headway.guard.rng import rng_state
 from headway.guard.signals import StopRequest, agree_to_stop
-from headway.guard.training_state import capture
+from headway.guard.training_state import buffer_keys, capture
 from headway.train.clock import StepClock
 from headway.train.evaluate import Evaluator
 from headway.train.flop_counter import FlopCounter
 from headway.train.hook import StepHook
 from headway.train.memory import Fit
 from headway.train.reporter import Reporter, StepFacts
+from headway.train.saves import Saves, Snapshot
 from headway.train.scalars import Scalars
 from headway.train.schedule import Schedule
 from headway.train.step import Learner
@@ -43,7 +40,8 @@ _COLLECT_ALL_EVERY = 2000  # the oldest generation too: what survived long is se
 class Run:
     """Everything one rank needs to train, and the rules of when. All ranks call the same methods in the same order.
 
-    step counts the steps made (skipped ones included); position is where the data goes on.
+    step counts the steps made (skipped ones included); position is where the data goes on. saved_step: the newest that
+    is on the disk for certain, -1 for none.
     """
 
     config: RunConfig
@@ -56,7 +54,7 @@ class Run:
     counter: FlopCounter
     reporter: Reporter
     run_clock: RunClock
-    store: CheckpointStore
+    saves: Saves
     lock: FolderLock
     stop: StopRequest
     identity: dict[str, Any]
@@ -67,7 +65,7 @@ class Run:
     beacon: Beacon | None = None
     step: int = 0
     position: Position = field(default_factory=Position)
-    _saved_step: int = -1
+    saved_step: int = -1
     _evaluated_step: int = -1
 
     @property
@@ -75,7 +73,6 @@ class Run:
         return self.learner.clock
 
     def start(self) -> None:
-        self._saved_step = self.step
         if self.beacon is not None:
             self.beacon.resumed(self.step)
         gc.collect()
@@ -101,6 +98,7 @@ class Run:
         in_flight = 1 if self.learner.replicas.device_type == "cuda" else 0
         with self.clock.phase("host.logging"):
             self.reporter.tell_finished(in_flight)
+            self.saves.tell()
         if self.beacon is not None:
             self.beacon.told()
 
@@ -173,41 +171,27 @@ class Run:
         )
 
     def save_is_due(self) -> bool:
-        every = self.config.checkpoint.every
-        return every is not None and self.step % every == 0
+        return self.saves.is_due(self.step)
 
     def save(self, must: bool = False) -> None:
-        """Saves the whole training state behind the last step, unless it is saved already.
+        """Begins to save the whole training state behind the last step; the copy runs beside the next one.
 
         A save that fails is an incident, and training goes on with the checkpoint before; with `must` (nothing would
-        come after it) it is an error.
+        come after it) this returns when the state is on the disk, and a failure is an error.
         """
         self._end_step()
-        if self._saved_step == self.step:
+        if must and self.saved_step == self.step:
             return
-        started = time.perf_counter()
         with self.run_clock.phase("checkpoint_stall"):
-            try:
-                saved = self.store.save(self.step, self._state(), self._meta(), {"rng": rng_state()})
-            except CheckpointFailed as failure:
-                if must:
-                    raise UserError(f"step {self.step} could not be saved: {failure}") from failure
-                self.reporter.incident("checkpoint failed", self.step, str(failure), "went on without it")
-                return
-            if is_main():
-                for kept in self.store.prune(self.config.checkpoint.keep).left:
-                    print(f"headway: checkpoints: {kept}", file=sys.stderr, flush=True)
-        self._saved_step = self.step
-        self.reporter.tell(
-            CheckpointLine(
-                session=self.reporter.session,
-                step=self.step,
-                time=time.time(),
-                path=str(saved.path),
-                bytes=sum(file.stat().st_size for file in saved.path.iterdir()),
-                seconds=time.perf_counter() - started,
-            )
-        )
+            if must:
+                self.saves.now(self.step, self._snapshot)
+                self.saved_step = self.step
+            else:
+                self.saves.begin(self.step, self._snapshot)
+
+    def _snapshot(self) -> Snapshot:
+        module = self.learner.replicas.module
+        return Snapshot(self._state(), buffer_keys(module), self._meta(), {"rng": rng_state()})
 
     def _state(self) -> Any:
         lora = self.config.model.lora is not None
@@ -254,6 +238,7 @@ class Run:
         self.supply.close()
         if reason != "failed":
             self.reporter.tell_finished()
+        self.saves.close(over=reason != "failed")
         account = self.run_clock.account()
         self.reporter.tell(
             SessionEnd(

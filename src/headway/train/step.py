@@ -32,6 +32,7 @@ class Learner:
     """What a step needs: the wrapped model, its optimizers, the loss options, the clock.
 
     agree: what failed on any rank, in words, on all ranks (None: nothing); called once a step.
+    before_update: called before the parameters change; a checkpoint that is still being copied makes it wait.
     """
 
     replicas: Replicas
@@ -41,6 +42,7 @@ class Learner:
     clock: StepClock
     scale: LossScale | None = None
     agree: Callable[[str | None], str | None] = _mine_alone
+    before_update: Callable[[], None] | None = None
     _collectives: Collectives = field(init=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +65,9 @@ class Learner:
         if self.replicas.size > 1:
             with self.clock.phase("comm.dp"):
                 self.replicas.sum_over_ranks(sums)
+        if self.before_update is not None:
+            with self.clock.phase("checkpoint"):
+                self.before_update()
         with self.clock.phase("compute.optimizer"):
             scale = self.scale.value.clone() if self.scale else None
             norm, finite = clip_gradients(self.replicas.module, self.clip_norm, scale)

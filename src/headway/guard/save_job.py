@@ -1,0 +1,258 @@
+"""What the saver does with one staged checkpoint: hash it, publish it in memory, copy it to the disk, upload it.
+
+Without torch, so that the process starts in a moment and holds little. Ranks meet through files in the folder that they
+write (`.part-00001.json`), not through collectives: a saver may outlive its trainer, and then commits what it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from headway.guard import layout, upkeep
+from headway.guard.crash import crash_point
+from headway.guard.layout import CheckpointFailed
+from headway.guard.manifest import FileEntry, Manifest, hash_file, hash_problems, read_manifest
+from headway.guard.publishing import commit, explained
+
+_CHUNK = 16 << 20
+_PART = ".part-"
+_POLL_S = 0.01
+
+
+class Folder(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint comes to be: written in `partial` by `ranks`, published as `final` by the first of them."""
+
+    partial: str
+    final: str
+    ranks: list[int]
+
+
+class Remote(msgspec.Struct, frozen=True, kw_only=True):
+    """`url`: the run's folder in the store; `seconds`: what retries may take."""
+
+    url: str
+    ranks: list[int]
+    seconds: float
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """What the disk keeps once this save is published: the last `last`, and steps that `every` divides."""
+
+    last: int
+    every: int | None = None
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """One save of one rank.
+
+    `files`: this rank's, in the memory folder. `manifest`: complete but for files and the bytes of "rest".
+    `deadline_s`: from the start; what waits for other ranks gives up then.
+    """
+
+    id: int
+    attempt: int = 0
+    rank: int
+    files: list[str]
+    manifest: Manifest
+    memory: Folder
+    disk: Folder | None = None
+    keep: Keep | None = None
+    remote: Remote | None = None
+    deadline_s: float = 600.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one tier of a job, `seconds` after the job's start.
+
+    `tier`: memory, disk or remote; prune or saver for what happened beside them; empty when the job is over.
+    """
+
+    id: int
+    tier: str = ""
+    ok: bool = True
+    why: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+    path: str = ""
+
+
+Tell = Callable[[Outcome], None]
+
+
+def run_job(job: Job, tell: Tell) -> None:
+    """Does what the job asks, tier by tier; a tier that fails does not keep the next from being tried."""
+    started = time.monotonic()
+    deadline = started + job.deadline_s
+
+    def attempt(tier: str, path: str, work: Callable[[], int]) -> None:
+        try:
+            size = work()
+        except (OSError, CheckpointFailed) as problem:
+            why = str(problem) if isinstance(problem, CheckpointFailed) else explained(problem, Path(path).parent)
+            tell(Outcome(id=job.id, tier=tier, ok=False, why=why, seconds=time.monotonic() - started))
+        else:
+            tell(Outcome(id=job.id, tier=tier, seconds=time.monotonic() - started, bytes=size, path=path))
+
+    with _opened(job) as sources:
+        if sources is None:
+            for tier in ("memory", *(["disk"] if job.disk else []), *(["remote"] if job.remote else [])):
+                tell(Outcome(id=job.id, tier=tier, ok=False, why="the staged copy is gone"))
+        else:
+            entries = {name: hash_file(Path(f"/proc/self/fd/{fd}")) for name, fd in sources.items()}
+            attempt("memory", job.memory.final, lambda: _to_memory(job, entries, deadline))
+            disk, remote = job.disk, job.remote
+            if disk is not None:
+                attempt("disk", disk.final, lambda: _to_disk(job, disk, sources, entries, deadline))
+                if job.keep is not None and job.rank == disk.ranks[0]:
+                    _prune(job, job.keep, Path(disk.final), tell)
+            if remote is not None:
+                from headway.guard.remote import upload
+
+                attempt("remote", remote.url, lambda: upload(job, remote, sources, entries, deadline))
+    tell(Outcome(id=job.id, seconds=time.monotonic() - started))
+
+
+@contextlib.contextmanager
+def _opened(job: Job) -> Iterator[dict[str, int] | None]:
+    """This rank's staged files, open: whoever publishes the folder renames it under the others' hands."""
+    with contextlib.ExitStack() as stack:
+        for folder in (job.memory.partial, job.memory.final):
+            with contextlib.suppress(FileNotFoundError):
+                sources = {}
+                for name in job.files:
+                    sources[name] = os.open(Path(folder, name), os.O_RDONLY)
+                    stack.callback(os.close, sources[name])
+                if job.rank == job.memory.ranks[0]:
+                    stack.enter_context(layout.in_use(Path(folder)))
+                break
+        else:
+            sources = None
+        yield sources
+
+
+def _to_memory(job: Job, entries: dict[str, FileEntry], deadline: float) -> int:
+    if Path(job.memory.final).is_dir():  # a second attempt: the first one came this far
+        return sum(entry.size for entry in entries.values())
+    return _publish(job, job.memory, entries, deadline, in_memory=True)
+
+
+def _to_disk(job: Job, folder: Folder, sources: dict[str, int], entries: dict[str, FileEntry], deadline: float) -> int:
+    partial = Path(folder.partial)
+    if Path(folder.final).is_dir():
+        return sum(entry.size for entry in entries.values())
+    crash_point("before-write", job.manifest.step)
+    try:
+        with layout.in_use(partial):
+            written = {}
+            for name, source in sources.items():
+                if name == layout.WRITER_FILE:  # the disk's own, written when the folder was claimed
+                    written[name] = hash_file(partial / name)
+                    continue
+                _copy(source, partial / name, job.manifest.step)
+                written[name] = hash_file(partial / name)
+                if written[name] != entries[name]:
+                    raise CheckpointFailed(f"{name} does not read back as it was written")
+            return _publish(job, folder, written, deadline, in_memory=False)
+    except (OSError, CheckpointFailed) as problem:
+        if job.rank == folder.ranks[0]:
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                _write_part(partial, job.rank, {}, str(problem))
+        raise
+
+
+def _prune(job: Job, keep: Keep, newest: Path, tell: Tell) -> None:
+    """Only what a newer verified checkpoint makes expendable: the one that was just read back."""
+    if not newest.is_dir():
+        return
+    done = upkeep.prune(newest.parent, job.manifest.run_id, keep.last, keep.every, lambda ref: _verified(ref, newest))
+    for left in done.left:
+        tell(Outcome(id=job.id, tier="prune", ok=False, why=left))
+
+
+def _verified(ref: layout.CheckpointRef, newest: Path) -> bool:
+    if ref.path == newest:
+        return True
+    manifest = read_manifest(ref)
+    return not hash_problems(ref.path, manifest, manifest.files)
+
+
+def _copy(source: int, target: Path, step: int) -> None:
+    """Copies an open file to a new one and waits until the disk has it; its pages leave the cache."""
+    with contextlib.suppress(FileNotFoundError):  # of an attempt that was killed
+        target.unlink()
+    size = os.fstat(source).st_size
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        done = 0
+        while done < size:
+            if target.suffix == ".distcp" and done * 2 >= size - _CHUNK:
+                crash_point("mid-write", step)
+            sent = os.sendfile(descriptor, source, done, min(_CHUNK, size - done))
+            if not sent:
+                raise CheckpointFailed(f"the staged copy of {target.name} became shorter")
+            done += sent
+        os.fsync(descriptor)
+        # What is read back for the hash should come from the disk, and the training needs the memory.
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _publish(job: Job, folder: Folder, entries: dict[str, FileEntry], deadline: float, *, in_memory: bool) -> int:
+    """Adds this rank's entries; the first rank waits for all and publishes. Returns the bytes of what was added."""
+    partial = Path(folder.partial)
+    size = sum(entry.size for entry in entries.values())
+    if job.rank != folder.ranks[0]:
+        _write_part(partial, job.rank, entries, "")
+        return size
+    files = dict(entries)
+    for rank in folder.ranks[1:]:
+        files.update(_wait_for_part(partial, rank, deadline))
+    for rank in folder.ranks[1:]:
+        (partial / _part_name(rank)).unlink()
+    known = sum(job.manifest.parts.values())
+    total = sum(entry.size for entry in files.values())
+    parts = {**job.manifest.parts, "rest": max(0, total - known)}
+    commit(
+        partial,
+        Path(folder.final),
+        msgspec.structs.replace(job.manifest, files=files, parts=parts),
+        in_memory=in_memory,
+    )
+    return total
+
+
+class _Part(msgspec.Struct):
+    files: dict[str, FileEntry]
+    error: str = ""
+
+
+def _part_name(rank: int) -> str:
+    return f"{_PART}{rank:05d}.json"
+
+
+def _write_part(partial: Path, rank: int, entries: dict[str, FileEntry], error: str) -> None:
+    ready = partial / f"{_part_name(rank)}.new"
+    ready.write_bytes(msgspec.json.encode(_Part(entries, error)))
+    ready.rename(partial / _part_name(rank))
+
+
+def _wait_for_part(partial: Path, rank: int, deadline: float) -> dict[str, FileEntry]:
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            part = msgspec.json.decode((partial / _part_name(rank)).read_bytes(), type=_Part)
+            if part.error:
+                raise CheckpointFailed(f"rank {rank}: {part.error}")
+            return part.files
+        if time.monotonic() > deadline:
+            raise CheckpointFailed(f"rank {rank} had not written its part in time")
+        time.sleep(_POLL_S)

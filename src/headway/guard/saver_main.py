@@ -1,0 +1,43 @@
+"""The saver process: reads jobs, one JSON line each, and tells outcomes. `python -m headway.guard.saver_main`.
+
+It outlives its trainer until the job in work is done: what was staged is committed, under its own generation only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+
+import msgspec
+
+from headway.guard import crash
+from headway.guard.save_job import Job, Outcome, run_job
+
+_NICE = 10  # training comes first
+
+
+def main() -> None:
+    # A stop asks for a last checkpoint: this process must live to write it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+    crash.trainer = os.getppid()
+    for line in sys.stdin.buffer:
+        job = msgspec.json.decode(line, type=Job)
+        if job.attempt:
+            os.environ.pop(crash.VARIABLE, None)  # an injected death comes once
+        run_job(job, _tell)
+
+
+def _tell(outcome: Outcome) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the trainer is gone; the job is still worth finishing
+        sys.stdout.buffer.write(msgspec.json.encode(outcome) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

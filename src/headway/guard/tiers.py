@@ -1,0 +1,477 @@
+"""Checkpoints in several places: staged beside the training into this node's memory, from there to disk and store.
+
+    tiers = Tiers(store, run_folder, keep_memory=2, device_type="cuda")
+    tiers.save(step, tree, meta, rank_state, disk=True)   # returns at once; False: the save before is still under way
+    tiers.fence()                                         # before every optimizer step
+    for event in tiers.poll(): ...                        # what was published or failed since
+    found = tiers.newest(before_step=120)                 # newest verified copy, memory first
+    restore(found.store, found.ref, model, optimizers)    # guard.training_state
+
+A memory checkpoint is a folder like any other, in shared memory; all tiers of one save share its name. `save`,
+`save_now`, `newest` and `close` are collective; `fence` and `poll` are not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway import __version__
+from headway.account.errors import Refused
+from headway.guard import layout, upkeep, writing
+from headway.guard.checkpoint import CheckpointStore
+from headway.guard.crash import crash_point
+from headway.guard.host_file import HostFile
+from headway.guard.image import Image, NoImage, layout_of, plan_image
+from headway.guard.layout import CheckpointFailed, CheckpointRef
+from headway.guard.manifest import Manifest
+from headway.guard.memory import NODE, Owner, memory_root
+from headway.guard.publishing import now
+from headway.guard.save_job import Folder, Job, Keep, Outcome
+from headway.guard.saver import Saver
+from headway.guard.staging import Stager
+from headway.guard.tree import Flat, Tree, flatten, part_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What became of one save in one tier. `seconds` from the end of staging; `path`: where it lies, if it does.
+
+    `tier`: "memory", "disk", "remote"; "saver" when the saving process died and was replaced; "prune" for a checkpoint
+    that should have gone and did not.
+    """
+
+    tier: str
+    step: int
+    ok: bool
+    why: str = ""
+    seconds: float = 0.0
+    bytes: int = 0
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A verified checkpoint and the store to load it from; `ref.rejected` says why others were passed over."""
+
+    tier: str
+    store: CheckpointStore
+    ref: CheckpointRef
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One memory checkpoint's room: taken once, then filled again and again under new names."""
+
+    partial: Path | None = None
+    final: Path | None = None
+    host: HostFile | None = None
+    generation: int = 0
+    valid: bool = False
+
+    def folder(self) -> Path | None:
+        """Where it lies now."""
+        return next((path for path in (self.final, self.partial) if path is not None and path.is_dir()), None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Rank 0's decision about one save."""
+
+    generation: int
+    slot: int
+    disk: writing.Draft | None
+    disk_error: str
+
+
+@dataclass(slots=True)
+class _InWork:
+    job: int
+    step: int
+    slot: int
+    disk: bool
+
+
+@dataclass(slots=True)
+class _Node:
+    ranks: list[int] = field(default_factory=list)
+    main: bool = True
+
+
+class Tiers:
+    """The tiers of one run. Collective when there is a process group.
+
+    `run_folder`: whose run it is. `keep_memory`: memory checkpoints that stay while the next is made; host memory holds
+    one more. `timeout_s`: a save that is not published by then is given up. `off`: why there is no memory tier (saves
+    are then written by the trainer itself, and block).
+    """
+
+    def __init__(
+        self,
+        disk: CheckpointStore,
+        run_folder: Path,
+        *,
+        keep_memory: int = 1,
+        device_type: str = "cpu",
+        timeout_s: float = 600.0,
+    ) -> None:
+        if disk.run_id is None:
+            raise ValueError("tiers save: their store needs a run id")
+        self.disk, self.run_id, self.device_type = disk, disk.run_id, device_type
+        self.keep_memory = keep_memory
+        self.off = ""
+        self.memory: CheckpointStore | None = None
+        self.stager = Stager(device_type)
+        self.saver = Saver(timeout_s)
+        self.published: dict[str, int] = {}
+        """The newest published step of each tier, as rank 0 knows it."""
+        self._control = disk.control
+        self._owner: Owner | None = None
+        self._node = self._find_node()
+        self._image = Image()
+        self._layout: tuple[object, ...] | None = None
+        self._slots: list[_Slot] = []
+        self._in_work: _InWork | None = None
+        self._jobs = 0
+        self._generation = 0
+        self._early: list[Event] = []
+        self._open_memory(run_folder)
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        step: int,
+        tensors: Tree,
+        meta: dict[str, Any],
+        rank_state: dict[str, Any],
+        *,
+        moving: Set[str] = frozenset(),
+        disk: bool = True,
+        keep: Keep | None = None,
+    ) -> bool:
+        """Begins a save; the copy runs beside what follows, up to the next `fence`. Collective.
+
+        Arguments as for `CheckpointStore.save`; `moving`: joined keys of buffers, which a forward pass may change.
+        `disk`: also to the disk, which then keeps what `keep` says.
+
+        Returns False when the save before is not done; call again at a later step. Raises CheckpointFailed on every
+        rank when nothing could be begun: then training goes on, or `save_now` does it the slow way.
+        """
+        if self.off:
+            raise CheckpointFailed(self.off)
+        crash_point("before-stage", step)
+        flat = flatten(tensors)
+        marks = layout_of(flat)
+        views = self._control.gather((self.saver.busy, marks != self._layout))
+        if any(busy for busy, _ in views):
+            return False
+        self._early += self._note(self.saver.take())
+        try:
+            if any(changed for _, changed in views):
+                self._lay_out(flat, marks)
+            self._begin(step, flat, moving, meta, rank_state, disk, keep)
+        except NoImage as problem:
+            self.off = f"no asynchronous saves: {problem}"
+            raise CheckpointFailed(self.off) from problem
+        return True
+
+    def save_now(
+        self, step: int, tensors: Tree, meta: dict[str, Any], rank_state: dict[str, Any], *, keep: Keep | None = None
+    ) -> list[Event]:
+        """Returns when the state is on the disk, whatever it takes. Collective; raises like `CheckpointStore.save`.
+
+        For the last save before the process ends. What the saver cannot do in time, this process does itself.
+        """
+        self.settle()
+        events = self.poll()
+        if self._control.broadcast(self.published.get("disk")) == step:
+            return events
+        try:
+            begun = self.save(step, tensors, meta, rank_state, keep=keep)
+        except CheckpointFailed:
+            begun = False
+        if begun:
+            self.settle()
+            events += self.poll()
+            if self._control.broadcast(self.published.get("disk")) == step:
+                return events
+        ref = self.disk.save(step, tensors, meta, rank_state, above=self._generation)
+        self._generation = ref.generation
+        self.published["disk"] = step
+        size = sum(file.stat().st_size for file in ref.path.iterdir()) if self._control.is_main else 0
+        if self._control.is_main and keep is not None:
+            left = self.disk.prune(keep.last, keep.every).left
+            events += [Event("prune", step, False, text) for text in left]
+        return [*events, Event("disk", step, True, bytes=size, path=str(ref.path))]
+
+    def fence(self) -> None:
+        """Returns when the state may change: call it before the optimizer steps, or anything else changes it."""
+        self.stager.fence()
+
+    def poll(self) -> list[Event]:
+        """What was published or failed since the last call, on this rank. Never waits."""
+        events, self._early = self._early, []
+        return events + self._note(self.saver.take())
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Waits until no save is under way on this rank; False when `timeout_s` seconds were not enough."""
+        self.fence()
+        return self.saver.wait(timeout_s)
+
+    # -- finding -----------------------------------------------------------------------------------------------------
+
+    def newest(self, before_step: int | None = None, tiers: Set[str] = frozenset({"memory", "disk"})) -> Found | None:
+        """The newest verified checkpoint wherever it lies (of one save the copy in memory first). Collective.
+
+        `before_step`: only checkpoints of an earlier step, e.g. those that a bad step cannot have touched.
+        `ref.rejected` names newer ones that do not hold, with their tier. None when there is none at all.
+
+        Raises Refused when there are some and none of them holds.
+        """
+        stores = {"memory": self.memory, "disk": self.disk}
+        found: list[tuple[str, CheckpointRef]] = []
+        for tier, store in stores.items():
+            if store is not None and tier in tiers:
+                found += [(tier, ref) for ref in self._control.broadcast(layout.published(store.root))]
+        found = [(tier, ref) for tier, ref in found if before_step is None or ref.step < before_step]
+        rejected: list[str] = []
+        for tier, ref in sorted(found, key=lambda item: (-item[1].generation, item[0] != "memory")):
+            store = stores[tier]
+            assert store is not None
+            ref = replace(ref, path=store.root / ref.name)  # rank 0's path may be another node's
+            problems = store.verify(ref)
+            if not problems:
+                return Found(tier, store, replace(ref, rejected=tuple(rejected)))
+            rejected.append(f"{ref.name} ({tier}): {'; '.join(problems)}")
+        if rejected:
+            raise Refused(
+                f"no checkpoint of {self.disk.root} can be loaded ({' | '.join(rejected)}): "
+                "repair them, or move them away to start anew"
+            )
+        return None
+
+    def close(self, *, over: bool) -> None:
+        """Ends the saving; `over`: the run needs no memory checkpoint any more (it is done, or all is on the disk).
+
+        A save that is under way is finished by its process, also after this one has ended.
+        """
+        with contextlib.suppress(Exception):
+            self.stager.close()
+        self.saver.close()
+        self._drop_slots()
+        if self._owner is not None:
+            self._owner.release(remove=over)
+            self._owner = None
+
+    # -- one save ----------------------------------------------------------------------------------------------------
+
+    def _begin(
+        self,
+        step: int,
+        flat: Flat,
+        moving: Set[str],
+        meta: dict[str, Any],
+        rank_state: dict[str, Any],
+        disk: bool,
+        keep: Keep | None,
+    ) -> None:
+        plan = self._control.on_main(lambda: self._plan(step, flat, disk), CheckpointFailed, (OSError,))
+        self._generation = plan.generation
+        if plan.disk_error:
+            self._early.append(Event("disk", step, False, plan.disk_error))
+        slot, name = self._slots[plan.slot], layout.published_name(step, plan.generation)
+        assert self.memory is not None
+        partial = layout.work_path(self.memory.root, layout.PARTIAL, name, self.run_id)
+        slot.valid = False
+        cleared = self._control.on_all(lambda: self._clear(slot, partial), CheckpointFailed, (OSError,))
+        if not cleared[self._node.ranks[0]] and slot.host is not None:
+            slot.host.close()
+            slot.host = None
+        slot.partial, slot.final, slot.generation = partial, self.memory.root / name, plan.generation
+        try:
+            names = self._control.on_all(
+                lambda: self._write_small(slot, flat, meta, rank_state), CheckpointFailed, (OSError,)
+            )[self._control.rank]
+        except CheckpointFailed as problem:
+            self._discard(plan)
+            raise CheckpointFailed(f"{problem} (in {self.memory.root})") from problem
+        except BaseException:
+            self._discard(plan)
+            raise
+        self._jobs += 1
+        draft = plan.disk
+        job = Job(
+            id=self._jobs,
+            rank=self._control.rank,
+            files=names,
+            manifest=Manifest(
+                step=step,
+                generation=plan.generation,
+                run_id=self.run_id,
+                created=now(),
+                world_size=self._control.size,
+                headway=__version__,
+                torch=str(torch.__version__),
+                parts={**dict.fromkeys(("model", "optimizer"), 0), **self._kept_parts(flat)},
+                files={},
+            ),
+            memory=Folder(partial=str(partial), final=str(slot.final), ranks=self._node.ranks),
+            disk=Folder(partial=str(draft.partial), final=str(draft.ref.path), ranks=list(range(self._control.size)))
+            if draft
+            else None,
+            keep=keep,
+            deadline_s=self.saver.timeout_s,
+        )
+        self._in_work = _InWork(job.id, step, plan.slot, draft is not None)
+        self.saver.reserve()
+        self.stager.start(flat, moving, step, self._host(slot), lambda problem: self._staged(job, problem))
+
+    def _kept_parts(self, flat: Flat) -> dict[str, int]:
+        parts = part_bytes(flat.tensors)
+        return {part: parts.get(part, 0) for part in ("model", "optimizer")}
+
+    def _host(self, slot: _Slot) -> HostFile:
+        return slot.host if slot.host is not None else HostFile.empty()
+
+    def _staged(self, job: Job, problem: BaseException | None) -> None:
+        """On the staging thread."""
+        if problem is None:
+            self.saver.submit(job)
+            return
+        self.saver.tell(Outcome(id=job.id, tier="memory", ok=False, why=f"staging: {problem}"))
+        self.saver.release()
+
+    def _plan(self, step: int, flat: Flat, disk: bool) -> _Plan:
+        """On rank 0: a generation above all in sight, the slot that is missed least, room on the disk."""
+        assert self.memory is not None
+        above = max(self._generation, layout.next_generation(self.memory.root) - 1)
+        draft, error = None, ""
+        if disk:
+            try:
+                draft = writing.claim_here(self.disk.root, self.run_id, step, flat, self._control.size, above)
+            except (CheckpointFailed, OSError) as problem:
+                error = str(problem)
+        generation = draft.ref.generation if draft else max(above + 1, layout.next_generation(self.disk.root))
+        order = sorted(range(len(self._slots)), key=lambda i: (self._slots[i].valid, self._slots[i].generation))
+        return _Plan(generation, order[0], draft, error)
+
+    def _clear(self, slot: _Slot, partial: Path) -> bool:
+        """The node's main rank gives the slot's folder its new name; the shard files in it stay, to be written over.
+
+        False where there was none.
+        """
+        if not self._node.main:
+            return False
+        old = slot.folder()
+        if old is None:
+            partial.mkdir(mode=0o700)
+            return False
+        old.rename(partial)
+        for entry in partial.iterdir():
+            if not entry.name.endswith(".distcp"):
+                entry.unlink()
+        return True
+
+    def _write_small(self, slot: _Slot, flat: Flat, meta: dict[str, Any], rank_state: dict[str, Any]) -> list[str]:
+        """Everything but the numbers; returns the names of all files of this rank."""
+        folder = slot.partial
+        assert folder is not None
+        rank = self._control.rank
+        small = {writing.rank_file(rank): writing.readable(rank_state, "rank_state")}
+        if self._node.main:
+            writer = {"run_id": self.run_id, "host": socket.gethostname(), "pid": os.getpid(), "started": now()}
+            (folder / layout.WRITER_FILE).write_bytes(json.dumps(writer).encode())
+        if self._control.is_main:
+            small |= writing.common_files(flat, meta)
+            small[".metadata"] = self._image.metadata
+        for name, content in small.items():
+            (folder / name).write_bytes(content)
+        names = [*small, *([layout.WRITER_FILE] if self._node.main else [])]
+        if self._image.name:
+            if slot.host is None:
+                slot.host = HostFile(folder / self._image.name, self._image, pin=self.device_type == "cuda")
+            names.append(self._image.name)
+        return names
+
+    def _discard(self, plan: _Plan) -> None:
+        if plan.disk is not None:
+            writing.discard(self._control, plan.disk)
+
+    def _note(self, outcomes: list[Outcome]) -> list[Event]:
+        """Outcomes as events; keeps which slots hold."""
+        events = []
+        for outcome in outcomes:
+            work = self._in_work
+            if work is None or outcome.id != work.job:
+                continue
+            if outcome.ok and outcome.tier in ("memory", "disk", "remote"):
+                self.published[outcome.tier] = work.step
+            if outcome.tier == "memory" and work.slot < len(self._slots):
+                self._slots[work.slot].valid = outcome.ok
+                if outcome.ok:
+                    self._forget_old()
+            events.append(
+                Event(outcome.tier, work.step, outcome.ok, outcome.why, outcome.seconds, outcome.bytes, outcome.path)
+            )
+        return events
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def _find_node(self) -> _Node:
+        names = self._control.gather(os.environ.get(NODE) or socket.gethostname())
+        ranks = [rank for rank, name in enumerate(names) if name == names[self._control.rank]]
+        return _Node(ranks, ranks[0] == self._control.rank)
+
+    def _open_memory(self, run_folder: Path) -> None:
+        root = memory_root(self.run_id)
+
+        def own() -> None:
+            if root is None:
+                raise CheckpointFailed("this machine has no shared memory")
+            if self._node.main:
+                self._owner = Owner(root, run_folder, self.run_id)
+                upkeep.sweep(root, self.run_id)
+
+        try:
+            self._control.on_all(own, CheckpointFailed, (OSError, CheckpointFailed))
+        except CheckpointFailed as problem:
+            self.off = f"no memory checkpoints, and saves block: {problem}"
+            return
+        assert root is not None
+        self.memory = CheckpointStore(root, self.run_id)
+
+    def _lay_out(self, flat: Flat, marks: tuple[object, ...]) -> None:
+        """Plans the shard files and takes the memory for them. Collective."""
+        assert self.memory is not None
+        self._drop_slots()
+        self._layout = None
+        self._image = plan_image(self._control, flat, self.memory.root / f".image-{self._generation}")
+        self._slots = [_Slot() for _ in range(self.keep_memory + 1)]
+        self._layout = marks
+        if self._node.main:  # a run that was killed left its own; the newest stays until a new one is published
+            for ref in layout.published(self.memory.root)[:-1]:
+                shutil.rmtree(ref.path, ignore_errors=True)
+
+    def _forget_old(self) -> None:
+        """Memory checkpoints of an earlier process or layout go once there is a new one."""
+        if self._node.main and self.memory is not None:
+            ours = {slot.final for slot in self._slots}
+            for ref in layout.published(self.memory.root):
+                if ref.path not in ours:
+                    shutil.rmtree(ref.path, ignore_errors=True)
+
+    def _drop_slots(self) -> None:
+        for slot in self._slots:
+            if slot.host is not None:
+                slot.host.close()
+        self._slots = []

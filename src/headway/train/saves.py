@@ -1,0 +1,160 @@
+"""When a run saves and where to, and what is told of it. The saving itself is `guard.tiers`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from headway.account.errors import UserError
+from headway.account.events import CheckpointLine
+from headway.config.checkpoint import CheckpointConfig
+from headway.guard.layout import CheckpointFailed
+from headway.guard.process_group import control, is_main
+from headway.guard.save_job import Keep
+from headway.guard.tiers import Event, Tiers
+from headway.guard.tree import Tree
+from headway.train.reporter import Reporter
+
+
+class Snapshot(NamedTuple):
+    """Everything that a checkpoint holds. `moving`: keys of what changes between optimizer steps."""
+
+    tensors: Tree
+    moving: frozenset[str]
+    meta: dict[str, Any]
+    rank_state: dict[str, Any]
+
+
+@dataclass
+class Saves:
+    """The saving policy of one run. All ranks call the same methods in the same order, except `tell` and `fence`."""
+
+    config: CheckpointConfig
+    tiers: Tiers
+    reporter: Reporter
+    say: Callable[[str], None]
+    _owed: set[str] = field(default_factory=set)
+    _failures: int = 0
+    _blocked_s: float = 0.0
+
+    @property
+    def fence(self) -> Callable[[], None]:
+        return self.tiers.fence
+
+    def is_due(self, step: int) -> bool:
+        """Whether a save is due, or was and had to wait for the one before."""
+        for tier, every in (("disk", self.config.every), ("memory", self.config.memory_every)):
+            if every is not None and step % every == 0:
+                self._owed.add(tier)
+        return bool(self._owed)
+
+    def begin(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
+        """Starts what is due. A save that fails is an incident, and training goes on with the checkpoint before.
+
+        Raises UserError on every rank when more saves in a row failed than `checkpoint.max_failures` allows.
+        """
+        self._stop_when_hopeless()
+        started = time.perf_counter()
+        if self.tiers.off:
+            if "disk" in self._owed:
+                self._block(step, snapshot)
+            self._owed.clear()
+            return
+        state = snapshot()
+        try:
+            begun = self.tiers.save(
+                step,
+                state.tensors,
+                state.meta,
+                state.rank_state,
+                moving=state.moving,
+                disk="disk" in self._owed,
+                keep=self._keep(),
+            )
+        except CheckpointFailed as failure:
+            self._owed.clear()
+            self._failed(Event("memory", step, False, str(failure)))
+            if self.tiers.off:
+                self.say(f"checkpoints: {self.tiers.off}")
+            return
+        if begun:
+            self._owed.clear()
+            self._blocked_s = time.perf_counter() - started
+
+    def now(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
+        """Returns when the state is on the disk; nothing would come after it, so a failure is an error (UserError)."""
+        state = snapshot()
+        try:
+            events = self.tiers.save_now(step, state.tensors, state.meta, state.rank_state, keep=self._keep())
+        except CheckpointFailed as failure:
+            raise UserError(f"step {step} could not be saved: {failure}") from failure
+        for event in events:
+            self._tell(event)
+
+    def tell(self) -> None:
+        """Tells what was published or failed since the last call. Never waits."""
+        for event in self.tiers.poll():
+            self._tell(event)
+
+    def close(self, *, over: bool) -> None:
+        """`over`: the run goes on from no memory checkpoint."""
+        self.tell()
+        self.tiers.close(over=over)
+
+    def _block(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
+        state = snapshot()
+        try:
+            events = self.tiers.save_now(step, state.tensors, state.meta, state.rank_state, keep=self._keep())
+        except CheckpointFailed as failure:
+            self._failed(Event("disk", step, False, str(failure)))
+            return
+        for event in events:
+            self._tell(event)
+
+    def _keep(self) -> Keep:
+        return Keep(last=self.config.keep, every=self.config.keep_every)
+
+    def _tell(self, event: Event) -> None:
+        if not event.ok:
+            self._failed(event)
+            return
+        if event.tier == "disk":
+            self._failures = 0
+        self.reporter.tell(
+            CheckpointLine(
+                session=self.reporter.session,
+                step=event.step,
+                time=time.time(),
+                path=event.path,
+                bytes=event.bytes,
+                seconds=event.seconds,
+                tier=event.tier,
+                blocked_s=self._blocked_s,
+            )
+        )
+
+    def _failed(self, event: Event) -> None:
+        if event.tier == "prune":
+            self.say(f"checkpoints: not removed: {event.why}")
+            return
+        if event.tier == "saver":
+            fault, action = "checkpoint saver died", "a new one took the save over"
+        else:
+            fault, action = "checkpoint failed", "went on without it"
+            if event.tier == "disk":
+                self._failures += 1
+        evidence = event.why if event.tier in ("disk", "saver") else f"{event.tier}: {event.why}"
+        if is_main():
+            self.reporter.incident(fault, event.step, evidence, action)
+        elif event.tier == "saver":
+            self.reporter.local_incident(fault, evidence, action, 0.0)
+
+    def _stop_when_hopeless(self) -> None:
+        allowed = self.config.max_failures
+        if allowed is not None and control().broadcast(self._failures) > allowed:
+            raise UserError(
+                f"checkpoint.max_failures: more than {allowed} saves in a row failed (causes: incidents.jsonl); "
+                "stopped rather than train on without a checkpoint"
+            )

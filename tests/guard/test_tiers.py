@@ -1,0 +1,193 @@
+"""Saves beside the training: what is staged is the state of its step, whatever the training does meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from guard_helpers import full, on_ranks, same, snapshot, tiny_model, tiny_optimizer, train
+
+from headway.guard import staging, writing
+from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
+from headway.guard.save_job import Keep
+from headway.guard.tiers import Tiers
+from headway.guard.training_state import buffer_keys, capture, restore
+
+
+def make(root: Path, **options: Any) -> Tiers:
+    return Tiers(CheckpointStore(root / "checkpoints", "run-a"), root, **options)
+
+
+def begin(tiers: Tiers, model: Any, optimizer: Any, step: int, **options: Any) -> bool:
+    tree = capture(model, [optimizer])
+    return tiers.save(step, tree, {"step": step}, {"n": step}, moving=buffer_keys(model), **options)
+
+
+def every_tier(rank: int, root: Path, kind: str) -> list[Any]:
+    """Saves at every step, on disk at every second one; each copy in each tier is compared with what was there."""
+    model = tiny_model(0, kind)
+    optimizer = tiny_optimizer(model)
+    tiers = make(root, keep_memory=2)
+    assert tiers.off == ""
+    seen, odd = {}, []
+    for step in range(1, 7):
+        tiers.fence()
+        train(model, optimizer, 1, step - 1)
+        seen[step] = snapshot(model, optimizer)
+        assert begin(tiers, model, optimizer, step, disk=step % 2 == 0, keep=Keep(last=2))
+        assert tiers.settle(60)
+        events = tiers.poll()
+        assert [(event.tier, event.ok) for event in events] == [("memory", True), ("disk", True)][: 2 - step % 2], (
+            events
+        )
+    for tier, before, expected in (("memory", None, 6), ("memory", 6, 5), ("memory", 5, 4), ("disk", 6, 4)):
+        found = tiers.newest(before, {tier})
+        assert found is not None and (found.ref.step, found.ref.generation) == (expected, expected)
+        other = tiny_model(5, kind)
+        other_optimizer = tiny_optimizer(other)
+        loaded = restore(found.store, found.ref, other, [other_optimizer])
+        odd += same(seen[expected], snapshot(other, other_optimizer))
+        assert loaded.meta == {"step": expected} and loaded.rank_state == {"n": expected}
+    found = tiers.newest()
+    assert found is not None and (found.tier, found.ref.step) == ("memory", 6)
+    assert tiers.newest(5, {"memory"}).ref.step == 4 and tiers.newest(4, {"memory"}) is None  # type: ignore[union-attr]
+    assert [info.ref.step for info in tiers.disk.list(verify=True) if info.verified] == [4, 6]
+    assert tiers.memory is not None
+    memory = tiers.memory.root
+    tiers.close(over=True)
+    tiers.disk.control.gather(None)
+    return [odd, memory.exists()]
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "plain"), (2, "fsdp"), (2, "ddp")])
+def test_every_copy_is_the_state_of_its_step(tmp_path: Path, ranks: int, kind: str) -> None:
+    assert on_ranks(ranks, every_tier, tmp_path, kind) == [[[], False]] * ranks
+
+
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Copies stop half-way until the event is set."""
+    go = threading.Event()
+    real = staging.copy_bytes
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        go.wait(60)
+        real(target, source)
+
+    monkeypatch.setattr(staging, "copy_bytes", slow)
+    return go
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: bool) -> None:
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    train(model, optimizer, 1)
+    seen = snapshot(model, optimizer)
+    go = slow_copies(monkeypatch)
+    tiers = make(tmp_path)
+    optimizer.register_step_pre_hook(lambda *_: None if planted else tiers.fence())
+    assert begin(tiers, model, optimizer, 1)
+    with torch.no_grad():
+        model.counter.add_(7)  # a buffer may change at once: it was copied before `save` returned
+    assert not begin(tiers, model, optimizer, 1), "one save at a time"
+    threading.Timer(0.2, go.set).start()
+    train(model, optimizer, 1, 1)
+    go.set()
+    assert tiers.settle(60) and all(event.ok for event in tiers.poll())
+    found = tiers.newest()
+    assert found is not None
+    other = tiny_model(3)
+    restore(found.store, found.ref, other, [tiny_optimizer(other)])
+    changed = not torch.equal(full(other.embed.weight), seen["tensors"]["model.embed.weight"])
+    assert changed is planted, "a copy that the optimizer does not wait for is of no step at all"
+    assert torch.equal(other.counter, torch.zeros(2))
+    tiers.close(over=True)
+
+
+def test_the_last_save_is_on_the_disk_even_when_the_saver_is_stuck(tmp_path: Path) -> None:
+    import os
+    import signal
+
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    train(model, optimizer, 1)
+    tiers = make(tmp_path)
+    assert begin(tiers, model, optimizer, 1, disk=False) and tiers.settle(60)
+    tiers.saver.timeout_s = 0.5
+    assert tiers.saver.pid is not None
+    os.kill(tiers.saver.pid, signal.SIGSTOP)
+    events = tiers.save_now(2, capture(model, [optimizer]), {}, {})
+    assert [(event.tier, event.step, event.ok) for event in events if event.tier == "disk"] == [
+        ("disk", 2, False),
+        ("disk", 2, True),
+    ]
+    assert tiers.disk.newest_verified().step == 2  # type: ignore[union-attr]
+    tiers.close(over=True)
+
+
+def test_without_shared_memory_saves_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADWAY_SHARED_MEMORY", str(tmp_path / "nowhere"))
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    tiers = make(tmp_path)
+    assert "no shared memory" in tiers.off
+    with pytest.raises(CheckpointFailed, match="no shared memory"):
+        begin(tiers, model, optimizer, 1)
+    (event,) = tiers.save_now(1, capture(model, [optimizer]), {}, {}, keep=Keep(last=1))
+    assert event.ok and tiers.newest().tier == "disk"  # type: ignore[union-attr]
+    tiers.close(over=True)
+
+
+def test_a_full_disk_leaves_the_memory_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_disk(*_: Any) -> None:
+        raise CheckpointFailed("too little space")
+
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    tiers = make(tmp_path)
+    monkeypatch.setattr(writing, "_check_space", full_disk)
+    assert begin(tiers, model, optimizer, 3) and tiers.settle(60)
+    events = {event.tier: event for event in tiers.poll()}
+    assert not events["disk"].ok and events["disk"].why == "too little space" and events["memory"].ok
+    found = tiers.newest()
+    assert found is not None and (found.tier, found.ref.step) == ("memory", 3)
+    monkeypatch.undo()
+    tiers.close(over=True)
+
+
+def test_memory_is_reused_not_grown(tmp_path: Path) -> None:
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    train(model, optimizer, 1)
+    tiers = make(tmp_path)
+    inodes = set()
+    for step in range(1, 9):
+        assert begin(tiers, model, optimizer, step, disk=False) and tiers.settle(60)
+        tiers.poll()
+        assert tiers.memory is not None
+        inodes |= {file.stat().st_ino for file in tiers.memory.root.rglob("*.distcp")}
+    assert len(inodes) == 2, "two rooms, used in turn"
+    tiers.close(over=True)
+
+
+def test_a_changed_layout_is_laid_out_anew(tmp_path: Path) -> None:
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    tiers = make(tmp_path)
+    assert begin(tiers, model, optimizer, 1) and tiers.settle(60)  # no optimizer state yet
+    train(model, optimizer, 1)
+    seen = snapshot(model, optimizer)
+    tiers.poll()
+    assert begin(tiers, model, optimizer, 2) and tiers.settle(60)
+    tiers.poll()
+    found = tiers.newest()
+    assert found is not None and found.ref.step == 2
+    other = tiny_model(2)
+    other_optimizer = tiny_optimizer(other)
+    restore(found.store, found.ref, other, [other_optimizer])
+    assert same(seen, snapshot(other, other_optimizer)) == []
+    assert tiers.memory is not None and len(list(tiers.memory.root.glob("step-*"))) == 1
+    tiers.close(over=True)
