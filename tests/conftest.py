@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,12 @@ import pytest
 # The library looks things up on a hub by default; a test must never wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Runs that tests kill leave memory checkpoints behind, as they should: all of them in one place, that goes at the end.
+_MEMORY = Path(tempfile.mkdtemp(prefix="headway-tests-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+os.environ["HEADWAY_SHARED_MEMORY"] = str(_MEMORY)
+_MADE_BY = os.getpid()
+atexit.register(lambda: os.getpid() == _MADE_BY and shutil.rmtree(_MEMORY, ignore_errors=True))
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
-def _own_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _own_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests use run ids over and over; their memory checkpoints must not meet."""
-    import shutil
-    import tempfile
-
-    base = Path(tempfile.mkdtemp(prefix="headway-test-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    base = Path(os.environ["HEADWAY_SHARED_MEMORY"], tmp_path.name)
+    base.mkdir(exist_ok=True)
     monkeypatch.setenv("HEADWAY_SHARED_MEMORY", str(base))
-    yield
-    shutil.rmtree(base, ignore_errors=True)
