@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -49,7 +50,9 @@ class Place:
         return True
 
 
-def train(folder: Path, fault: Fault, steps: int = 12, every: int = 4, step_s: float = 0.005) -> int:
+def train(
+    folder: Path, fault: Fault, steps: int = 12, every: int = 4, step_s: float = 0.005, dies_at_start: bool = False
+) -> int:
     """Each step sums one number over the ranks and keeps it; rank 0 saves every `every` steps. The exit code."""
     environ = os.environ
     env = read_rank_env(environ)
@@ -59,6 +62,8 @@ def train(folder: Path, fault: Fault, steps: int = 12, every: int = 4, step_s: f
     init_process_group(env, torch.device("cpu"), timeout_s=60, restart=restart_of(environ))
     saved = folder / "saved.json"
     state: list[float] = json.loads(saved.read_text()) if saved.exists() else []
+    if dies_at_start:
+        os.kill(os.getpid(), signal.SIGKILL)
     beacon.resumed(len(state))
     with StopRequest() as stop:
         while len(state) < steps:
@@ -97,7 +102,7 @@ class Ended:
 
 def supervise(tmp: Path, fault: Fault, ranks: int = 2, timeout: float = 60.0, **options: Any) -> Ended:
     """Runs the training to its end; `code` None when it had to be killed after `timeout` seconds."""
-    knobs = {name: options.pop(name) for name in ("steps", "every", "step_s") if name in options}
+    knobs = {name: options.pop(name) for name in ("steps", "every", "step_s", "dies_at_start") if name in options}
 
     def entry(argv: Sequence[str]) -> int:
         try:

@@ -16,7 +16,7 @@ S = 1_000_000_000
 
 
 def pulse(beat_s: float, **changes: object) -> Pulse:
-    known = Pulse(1, 20, 100, round(beat_s * S), 0, 20, 0, 0, 0, round(beat_s * S), "compute.backward", (S,) * 20)
+    known = Pulse(1, 20, 100, round(beat_s * S), 0, 20, 0, 0, 0, round(beat_s * S), True, "compute.backward", (S,) * 20)
     return replace(known, **changes)  # type: ignore[arg-type]
 
 

@@ -100,11 +100,7 @@ def test_deaths_at_different_steps_go_on_as_long_as_the_run_gets_further(tmp_pat
 
 
 def test_a_run_that_never_starts_is_not_started_for_ever(tmp_path: Path) -> None:
-    def fault(place: Place) -> None:
-        place.beacon.enter("startup.model")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    ended = supervise(tmp_path, fault)
+    ended = supervise(tmp_path, nothing, dies_at_start=True)
     assert ended.code == 128 + 9 and len(ended.incidents) == 4 and "without a new step" in ended.err
 
 

@@ -11,7 +11,8 @@ import typer
 from headway.cli.output import print_json
 
 app = typer.Typer(
-    no_args_is_help=True, help="Measure the machine (peak), the parts (data, packing, kernels) and the whole (speed)."
+    no_args_is_help=True,
+    help="Measure the machine (peak), the parts (data, packing, kernels), the whole (speed) and what breaks (faults).",
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -154,3 +155,37 @@ def speed(
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+@app.command()
+def faults(
+    campaign: Annotated[Path | None, typer.Option(help="A campaign (JSON); default: the whole catalogue.")] = None,
+    rows: Annotated[str, typer.Option(help="Only these rows, e.g. 1,5,34.")] = "",
+    repeat: Annotated[int, typer.Option(help="Runs of each row, each with its own seed.", min=1)] = 1,
+    scratch: Annotated[Path | None, typer.Option(help="Folder to keep what the runs leave (default: removed).")] = None,
+    json: Json = False,
+) -> int:
+    """Inject every fault of the catalogue into a small training and check the outcome; print the table of times.
+
+    Exit code 1 when an outcome is wrong, 3 when rows were skipped for want of a privilege.
+
+    Example: headway bench faults --rows 1,5 --repeat 10
+    """
+    from headway.account.errors import UserError
+    from headway.bench.faults.campaign import HEADER, MANIFEST, line, read_manifest, run_campaign
+
+    wanted = [text for text in rows.split(",") if text.strip()]
+    if not all(text.strip().isdigit() for text in wanted):
+        raise UserError(f"--rows {rows}: give numbers, e.g. --rows 1,5,34")
+    numbers = {int(text) for text in wanted}
+    entries = [entry for entry in read_manifest(campaign or MANIFEST) if not numbers or entry.row in numbers]
+    missing = numbers - {entry.row for entry in entries}
+    if missing:
+        raise UserError(f"--rows: no row {', '.join(map(str, sorted(missing)))} in the campaign")
+    if not json:
+        print(HEADER, flush=True)
+    results = run_campaign(entries, repeat, scratch, None if json else lambda result: print(line(result), flush=True))
+    if json:
+        print_json([asdict(result) for result in results])
+    outcomes = {result.outcome for result in results}
+    return 1 if "wrong" in outcomes else 3 if "skipped" in outcomes else 0

@@ -27,13 +27,11 @@ STACK_SIGNAL = signal.SIGUSR2
 """Makes a rank write all its threads' stacks into `stack_path`, also while its main thread waits in C++."""
 
 _RING = 128
-_HEAD = struct.Struct(
-    "<10Q32s"
-)  # one writer, 8-byte fields: a reader may see two fields a moment apart, never half a one
+_HEAD = struct.Struct("<11Q32s")
 _SEQUENCE_AT, _HEARD_AT = 2 * 8, 9 * 8
 LISTEN_S = 0.5
 _LENGTH = _HEAD.size + 8 * _RING
-OUTSIDE = "start"
+OUTSIDE, STEP = "start", "step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +41,8 @@ class Pulse:
     sequence: collectives entered over all training groups. steps: finished in this process; durations: of the last
     ones (at most 128), in ns. epoch and documents: where the batch in work starts. told_ns: when the account of the
     last step was written. resumed_from: the step this process started behind. first_ns: when its first step was done.
-    heard_ns: when a thread of the process last ran at all; a stopped process is not heard, one that waits or sleeps is.
+    begun: whether it has begun a step at all. heard_ns: when a thread of the process last ran; a stopped process is not
+    heard, one that waits or sleeps is.
     """
 
     pid: int
@@ -56,6 +55,7 @@ class Pulse:
     documents: int
     first_ns: int
     heard_ns: int
+    begun: bool
     phase: str
     durations: tuple[int, ...]
 
@@ -89,7 +89,7 @@ class Beacon:
         finally:
             os.close(descriptor)
         self._sequence = sequence or collectives_entered
-        self._step = self._told = self._steps = self._resumed = self._documents = self._first = 0
+        self._step = self._told = self._steps = self._resumed = self._documents = self._first = self._begun = 0
         self._since = time.monotonic_ns()
         self._phases: list[str] = [OUTSIDE]
         # Kept open for the process's life: the handler writes to the descriptor.
@@ -105,7 +105,8 @@ class Beacon:
         self.beat()
 
     def begin_step(self, documents: int = 0) -> None:
-        self._since, self._documents = time.monotonic_ns(), documents
+        self._since, self._documents, self._begun = time.monotonic_ns(), documents, 1
+        self._phases[0] = STEP
         self.beat()
 
     def finish_step(self, step: int) -> None:
@@ -143,6 +144,7 @@ class Beacon:
             self._documents,
             self._first,
             now,
+            self._begun,
             self._phases[-1].encode()[:32],
         )
 
@@ -174,13 +176,13 @@ def read_pulse(folder: Path, rank: int) -> Pulse | None:
         return None
     if len(raw) < _LENGTH:
         return None
-    pid, step, sequence, beat, told, steps, resumed, documents, first, heard, phase = _HEAD.unpack_from(raw)
+    pid, step, sequence, beat, told, steps, resumed, documents, first, heard, begun, phase = _HEAD.unpack_from(raw)
     if not beat:
         return None
     known = min(steps, _RING)
     durations = struct.unpack_from(f"<{known}Q", raw, _HEAD.size)
     name = phase.rstrip(b"\0").decode(errors="replace")
-    return Pulse(pid, step, sequence, beat, told, steps, resumed, documents, first, heard, name, durations)
+    return Pulse(pid, step, sequence, beat, told, steps, resumed, documents, first, heard, bool(begun), name, durations)
 
 
 def collectives_entered() -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from headway.guard.beacon import OUTSIDE, Pulse
 from headway.guard.generation import Ended
-from headway.guard.hang import Hang, is_in_step
+from headway.guard.hang import Hang
 from headway.guard.launch import how_it_ended
 from headway.guard.oom import OomCounter
 
@@ -43,7 +43,7 @@ def examine(ended: Ended, pulses: Mapping[int, Pulse], oom: OomCounter) -> Death
     pulse = pulses.get(rank)
     step = (pulse.step if pulse else 0) + 1
     phase = pulse.phase if pulse else OUTSIDE
-    begun = pulse is not None and is_in_step(phase)
+    begun = pulse is not None and pulse.begun
     documents = pulse.documents if pulse else 0
     why = ended.condemned.why if ended.condemned is not None else None
     if isinstance(why, Hang):

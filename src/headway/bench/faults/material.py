@@ -1,0 +1,70 @@
+"""A tiny model's tokenizer, chats and run file, made on the spot: a training that starts in a second or two."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+_WORDS = ("the", "a", "cat", "dog", "tree", "river", "runs", "sings", "under", "over", "blue", "red", "small", "old")
+_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MODEL = {
+    "model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 320, "max_position_embeddings": 256, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def make_material(folder: Path, documents: int = 60) -> Path:
+    """Makes `folder` with run.yaml, prepared shards and what they need; returns it. Kept as it is when there."""
+    if (folder / "run.yaml").is_file():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    _tokenizer(folder / "tokenizer")
+    dice = random.Random(0)
+    with (folder / "chats.jsonl").open("w", encoding="utf-8") as file:
+        for _ in range(documents):
+            said = [{"role": role, "content": " ".join(dice.choices(_WORDS, k=dice.randint(3, 20)))}
+                    for role in ("user", "assistant")]  # fmt: skip
+            file.write(json.dumps({"messages": said}) + "\n")
+    import yaml
+
+    content = {
+        "name": "run", "out": str(folder / "runs"), "device": "cpu",
+        "model": {"config": _MODEL, "tokenizer": str(folder / "tokenizer")},
+        "data": {"sources": [str(folder / "chats.jsonl")], "seq_len": 64, "slots": 96, "workers": 1,
+                 "shards": str(folder / "shards")},
+        "train": {"steps": 12, "global_batch_sequences": 6}, "optim": {"lr": 1e-3}, "parallel": {"ranks": 2},
+        "checkpoint": {"every": 4}, "log": {"quiet": True, "profile_every": None},
+    }  # fmt: skip
+    (folder / "run.part").write_text(yaml.safe_dump(content), encoding="utf-8")
+    _prepare(folder / "run.part")
+    (folder / "run.part").rename(folder / "run.yaml")
+    return folder
+
+
+def _prepare(run_file: Path) -> None:
+    from headway.config.load import load_run
+    from headway.train.data import prepare_sources
+
+    prepare_sources(load_run(run_file, []).config, say=lambda text: None)
+
+
+def _tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )  # fmt: skip
+    tokenizer.train_from_iterator([" ".join(_WORDS)], trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = _CHATML
+    fast.save_pretrained(folder)

@@ -1,0 +1,83 @@
+"""Rows about ranks and the supervisor: killed, stopped, failing again and again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from headway.bench.faults.case import Case
+from headway.bench.faults.small_run import Strike, train_small, twin
+
+
+def row_01(case: Case) -> None:
+    """kill -9 of a rank at a random step: resumed, hex-equal, at most an interval redone."""
+    step, victim = case.dice.randint(2, 12), case.dice.randrange(2)
+
+    def fault(at: Strike) -> None:
+        if (at.rank, at.step) == (victim, step) and at.once("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    run = train_small(case, "killed", fault)
+    case.expect(run.code == 0, f"exit code 0, not {run.code}")
+    case.expect(run.losses() == twin(case).losses(), "losses and gradient norms hex-equal to the undisturbed twin's")
+    case.expect(run.faults() == ["rank killed"], f"one incident, rank killed, not {run.faults()}")
+    for incident in run.incidents[:1]:
+        case.expect((incident.rank, incident.step) == (victim, step), "the ledger names rank and step")
+        case.expect(incident.steps_lost <= 4, f"at most the interval of 4 steps is lost, not {incident.steps_lost}")
+        case.expect(incident.recover_s is not None, "the ledger knows how long it took")
+        case.from_incident(incident)
+
+
+def row_05(case: Case) -> None:
+    """SIGSTOP: the stopped rank is named, killed at once, and the run goes on hex-equal."""
+    step, victim = case.dice.randint(5, 12), case.dice.randrange(2)
+
+    def fault(at: Strike) -> None:
+        if (at.rank, at.step) == (victim, step) and at.once("stop"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    run = train_small(case, "stopped", fault, hang_least_s=2.0)
+    case.expect(run.code == 0, f"exit code 0, not {run.code}")
+    case.expect(run.losses() == twin(case).losses(), "losses hex-equal to the twin's")
+    case.expect(run.faults() == ["hang"], f"one incident, a hang, not {run.faults()}")
+    for incident in run.incidents[:1]:
+        case.expect(incident.rank == victim, f"rank {victim} is named, not {incident.rank}")
+        case.expect("SIGSTOP" in incident.evidence and bool(incident.phase), "the evidence says stopped, and where")
+        case.from_incident(incident)
+
+
+def row_18(case: Case) -> None:
+    """The wall clock jumps an hour on one rank: no alarm, nothing lost, the ledger's times keep both clocks."""
+    jump = case.dice.choice([-3600.0, 3600.0])
+
+    def fault(at: Strike) -> None:
+        if at.step == 5:
+            real = time.time
+            time.time = lambda: real() + jump
+
+    run = train_small(case, "clock", fault, hang_least_s=2.0)
+    case.expect(run.code == 0 and run.incidents == [], f"no incident, not {run.faults()}")
+    case.expect(run.losses() == twin(case).losses(), "losses hex-equal to the twin's")
+    moments = [line.time for line in run.history.kept]
+    case.expect(abs(moments[-1] - moments[0] - jump) < 600, "the clock did jump")
+    case.expect(all(line.wall_ns < 600e9 for line in run.history.kept), "no step's duration has the jump in it")
+    case.measured(steps_lost=0)
+
+
+def row_34(case: Case) -> None:
+    """A step that always dies: two deaths, then the run stops and names step and batch."""
+    step = case.dice.randint(3, 8)
+
+    def fault(at: Strike) -> None:
+        if at.rank == 1 and at.step == step:
+            raise RuntimeError(f"planted at {id(at)}")
+
+    run = train_small(case, "doomed", fault)
+    case.expect(run.code == 1, f"exit code 1, not {run.code}")
+    actions = [incident.action for incident in run.incidents]
+    case.expect(len(actions) == 2, f"two deaths, not {len(actions)}")
+    case.expect(actions[-1:] == ["stopped the run"], "the second death stops the run")
+    case.expect(all(incident.step == step for incident in run.incidents), "the ledger names the step")
+    log = (case.folder / "log.txt").read_text()
+    case.expect(f"2 times at step {step}, in the batch from document" in log, "stderr names step and batch")
