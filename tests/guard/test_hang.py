@@ -107,3 +107,16 @@ def test_an_oom_kill_is_told_from_another_kill(tmp_path: Path) -> None:
     events.write_text("low 0\noom 4\noom_kill 3\n")
     assert counter.new_kills() == 1
     assert OomCounter(tmp_path / "nothing", tmp_path / "none").new_kills() == 0
+
+
+def test_a_rank_through_with_a_step_after_fewer_collectives_left_one_out() -> None:
+    waits = pulse(100.0, step=19, sequence=101, phase="comm.dp", heard_ns=103 * S)
+    through = pulse(100.0, step=20, sequence=100, phase="host.agree", heard_ns=103 * S)
+    assert HangJudge().judge(101 * S, {0: waits, 1: through}) is None
+    found = HangJudge().judge(103 * S, {0: waits, 1: through})
+    assert found is not None and found.mismatch and (found.rank, found.step) == (1, 20)
+    # Stopped between two steps while the other goes on: fewer collectives too, and none left out.
+    stopped, ahead = replace(through, heard_ns=100 * S), replace(waits, step=20)
+    assert HangJudge().judge(103 * S, {0: ahead, 1: stopped}) is None
+    found = HangJudge().judge(106 * S, {0: replace(ahead, heard_ns=106 * S), 1: stopped})
+    assert found is not None and not found.mismatch and found.rank == 1

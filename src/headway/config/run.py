@@ -12,6 +12,7 @@ from headway.config.between import check_between_sections
 from headway.config.checkpoint import CheckpointConfig
 from headway.config.data import DataConfig
 from headway.config.evaluate import EvalConfig
+from headway.config.health import HealthConfig
 from headway.config.log import HardwareConfig, LogConfig
 from headway.config.model import ModelConfig
 from headway.config.optim import OptimConfig, ScheduleConfig
@@ -86,6 +87,10 @@ class RunConfig(Section):
     eval: EvalConfig = Field(
         default_factory=EvalConfig,
         description="Loss on held-out documents.",
+    )
+    health: HealthConfig = Field(
+        default_factory=HealthConfig,
+        description="How closely the ranks are watched.",
     )
     log: LogConfig = Field(
         default_factory=LogConfig,

@@ -16,6 +16,7 @@ from headway.guard.oom import OomCounter
 SAME_DEATHS = 2
 STUCK = 3
 HANG, KILLED, OOM_KILL, FAILED, ELSEWHERE = "hang", "rank killed", "killed for memory", "rank failed", "host down"
+MISMATCH, CORRUPTION = "collective mismatch", "silent corruption"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Death:
     """
 
     fault: str
-    rank: int
+    rank: int | None
     step: int
     phase: str
     evidence: str
@@ -39,8 +40,9 @@ class Death:
 def examine(ended: Ended, pulses: Mapping[int, Pulse], oom: OomCounter) -> Death:
     """Names the death of a generation that did not end well."""
     assert ended.first is not None
-    rank, code = ended.first.rank, ended.first.code or 0
-    pulse = pulses.get(rank)
+    rank: int | None = ended.first.rank
+    code = ended.first.code or 0
+    pulse = pulses.get(ended.first.rank)
     step = (pulse.step if pulse else 0) + 1
     phase = pulse.phase if pulse else OUTSIDE
     begun = pulse is not None and pulse.begun
@@ -48,7 +50,8 @@ def examine(ended: Ended, pulses: Mapping[int, Pulse], oom: OomCounter) -> Death
     why = ended.condemned.why if ended.condemned is not None else None
     if isinstance(why, Hang):
         place = f"hang in {why.phase}"
-        return Death(HANG, rank, why.step, why.phase, why.evidence, place, begun, documents, why.silent_s)
+        fault = MISMATCH if why.mismatch else HANG
+        return Death(fault, rank, why.step, why.phase, why.evidence, place, begun, documents, why.silent_s)
     if why is not None:
         return Death(ELSEWHERE, rank, step, phase, str(why), str(why), begun, documents)
     if code == -signal.SIGKILL and oom.new_kills():
@@ -59,12 +62,13 @@ def examine(ended: Ended, pulses: Mapping[int, Pulse], oom: OomCounter) -> Death
     if code < 0 and not told:
         return Death(KILLED, rank, step, phase, evidence, f"signal {-code}", begun, documents)
     fault = told.partition(":")[0] if told else FAILED
-    return Death(
-        _FAULTS.get(fault, FAILED), rank, step, phase, evidence, _shape(told) or f"exit {code}", begun, documents
-    )
+    if ended.cause is not None and ended.cause.collective:  # all ranks raise it: it says itself whose fault it is
+        rank, evidence = ended.cause.rank, told
+    signature = _shape(told) or f"exit {code}"
+    return Death(_FAULTS.get(fault, FAILED), rank, step, phase, evidence, signature, begun, documents)
 
 
-_FAULTS = {"CollectiveMismatch": "collective mismatch", "ReplicasDiffer": "silent corruption"}
+_FAULTS = {"CollectiveMismatch": MISMATCH, "ReplicasDiffer": CORRUPTION}
 """Exceptions that are faults of their own; any other is a rank that failed."""
 
 
@@ -93,8 +97,9 @@ class Judgement:
             self._same = self._same + 1 if key == self._last else 1
             self._last = key
             if self._same >= self.same_deaths:
+                whose = "the run" if death.rank is None else f"rank {death.rank}"
                 return (
-                    f"rank {death.rank} died the same way {self._same} times at step {death.step}, in the batch from "
+                    f"{whose} died the same way {self._same} times at step {death.step}, in the batch from "
                     f"document {death.documents} of its epoch on ({death.evidence})"
                 )
         if self._without_progress >= self.stuck:

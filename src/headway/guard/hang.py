@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headway.guard.beacon import LISTEN_S, Pulse
+from headway.guard.beacon import AGREEING, LISTEN_S, Pulse
 
 LEAST_S = 5.0
 FACTOR = 3.0
+MISMATCH_S = 2.0
+"""For ranks whose collectives do not match: only long enough that all have said where they are."""
 WARM_STEPS = 3
 """Steps of a process before its step times mean anything: the first ones compile and allocate."""
 LONG_S = 1800.0
@@ -33,6 +35,7 @@ class Hang:
     silent_s: float
     limit_s: float
     evidence: str
+    mismatch: bool = False
 
 
 @dataclass
@@ -52,12 +55,17 @@ class HangJudge:
         if not pulses:
             return None
         newest = max(pulse.beat_ns for pulse in pulses.values())
-        rank = behind(pulses, now_ns)
         silent = (now_ns - newest) / 1e9
-        limit = self.limit_s(pulses[rank])
+        odd = left_one_out(pulses)
+        rank = behind(pulses, now_ns) if odd is None else odd
+        limit = self.limit_s(pulses[rank]) if odd is None else MISMATCH_S
         if silent <= limit:
             return None
         pulse = pulses[rank]
+        if odd is not None:
+            most = max(pulse.sequence for pulse in pulses.values())
+            text = f"collective {pulse.sequence} was the last of step {pulse.step} here, another rank waits in {most}"
+            return Hang(rank, pulse.step, pulse.phase, silent, limit, text, mismatch=True)
         return Hang(rank, pulse.step + 1, pulse.phase, silent, limit, describe(pulses, rank, silent))
 
     def limit_s(self, pulse: Pulse) -> float:
@@ -76,6 +84,16 @@ class HangJudge:
             return
         took = max(0.0, (pulse.beat_ns - before.beat_ns) / 1e9)
         self._longest[before.phase] = max(took, self._longest.get(before.phase, 0.0))
+
+
+def left_one_out(pulses: Mapping[int, Pulse]) -> int | None:
+    """A rank that is through with a step after fewer collectives than another has entered in it: it left one out,
+    however long the other has waited."""
+    for rank, pulse in pulses.items():
+        others = [other for other in pulses.values() if other.sequence > pulse.sequence]
+        if pulse.phase == AGREEING and any(other.step < pulse.step for other in others):
+            return rank
+    return None
 
 
 def is_in_step(phase: str) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from headway.guard.process_group import control_group
+from headway.guard.integrity import check_collectives
+from headway.guard.process_group import control, control_group
 
 EXIT_PREEMPTED = 75
 """The exit code that says: stopped by a signal, state saved (BSD's EX_TEMPFAIL)."""
@@ -65,12 +66,21 @@ class StopRequest:
         self.close()
 
 
-def agree_to_stop(stop: StopRequest) -> int:
+def agree_to_stop(stop: StopRequest, entered: int = 0) -> int:
     """Collective, once a step on every rank: the signal that any rank received, 0 to go on. Same answer everywhere.
 
-    Signals reach the ranks at different moments; after this call all stop behind the same step.
+    Signals reach the ranks at different moments; after this call all stop behind the same step. `entered`: how many
+    collectives this rank has entered; raises CollectiveMismatch on all ranks where they differ.
     """
-    return max_over_ranks(stop.signal)
+    group = control_group()
+    if group is None:
+        return stop.signal
+    box = torch.tensor([stop.signal, entered, -entered], dtype=torch.int64)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX, group=group)
+    signal_number, most, fewest = box.tolist()
+    if most != -fewest:
+        check_collectives(control().gather(entered))
+    return int(signal_number)
 
 
 def any_rank(flag: bool) -> bool:

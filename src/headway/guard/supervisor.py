@@ -12,14 +12,14 @@ import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headway.account.events import Incident
 from headway.account.run_clock import LOST
 from headway.guard import launch
 from headway.guard.beacon import STACK_SIGNAL, Pulse, read_pulse, stack_path
-from headway.guard.deaths import Death, Judgement, examine
+from headway.guard.deaths import HANG, Death, Judgement, examine
 from headway.guard.generation import CLEAN, EXIT_USER, Ended, Place, Rank, Signals, Watched, run_generation, store
 from headway.guard.hang import Hang, HangJudge
 from headway.guard.ledger import Ledger
@@ -87,12 +87,7 @@ class Supervisor:
         return None
 
     def _write_down(self, death: Death, folder: Path, hopeless: str | None) -> Incident:
-        stack = folder / f"rank-{death.rank:05d}.stack"
-        link = ""
-        if death.fault == "hang" and stack.is_file() and stack.stat().st_size:
-            kept = self.logs / f"hang-{death.step:08d}-rank-{death.rank:05d}.stack"
-            kept.write_bytes(stack.read_bytes())
-            link = f"{self.logs.name}/{kept.name}"
+        link = self._keep_stack(death, folder)
         return self.ledger.record(
             death.fault,
             death.step,
@@ -103,6 +98,15 @@ class Supervisor:
             detect_s=death.detect_s,
             link=link,
         )
+
+    def _keep_stack(self, death: Death, folder: Path) -> str:
+        """Keeps what a hung rank wrote of its threads; returns where, empty when it wrote nothing."""
+        stack = stack_path(folder, death.rank or 0)
+        if death.fault != HANG or not stack.is_file() or not stack.stat().st_size:
+            return ""
+        kept = self.logs / f"hang-{death.step:08d}-rank-{death.rank or 0:05d}.stack"
+        kept.write_bytes(stack.read_bytes())
+        return f"{self.logs.name}/{kept.name}"
 
 
 @dataclass(frozen=True)
@@ -171,11 +175,10 @@ class _Watch:
 def with_stack(hang: Hang, folder: Path, rank: Rank) -> Hang:
     """The hang with what the rank's main thread was doing: from py-spy where it is, else written by the rank itself."""
     if _state(rank.process.pid) == "T":
-        return Hang(hang.rank, hang.step, hang.phase, hang.silent_s, hang.limit_s, f"{hang.evidence}; the process is "
-                    "stopped (SIGSTOP)")  # fmt: skip
+        return replace(hang, evidence=f"{hang.evidence}; the process is stopped (SIGSTOP)")
     frames = _frames(folder, rank)
     told = f"{hang.evidence}; it is in {' < '.join(frames)}" if frames else hang.evidence
-    return Hang(hang.rank, hang.step, hang.phase, hang.silent_s, hang.limit_s, told)
+    return replace(hang, evidence=told)
 
 
 def _frames(folder: Path, rank: Rank) -> list[str]:

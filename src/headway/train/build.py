@@ -197,6 +197,7 @@ def _build(
         evaluator=evaluator,
         hook=hook(HookPlace(folder.root, place.rank, place.world, session, clock)) if hook else None,
         beacon=beacon,
+        shards=place.layout.shard,
         step=state.step,
         position=state.position,
         saved_step=state.step if found is None or found.tier == "disk" else -1,

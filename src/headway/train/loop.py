@@ -23,6 +23,7 @@ def train(run: Run) -> str:
             run.learn(batch)
             run.collect_garbage()
             stop = run.agree_to_stop()
+            run.check_replicas()
             if run.evaluation_is_due():
                 run.evaluate()
             if stop or run.save_is_due():

@@ -14,8 +14,9 @@ from headway.account.run_clock import RunClock
 from headway.config.run import RunConfig
 from headway.data.feed import Fed
 from headway.data.global_batch import Position
-from headway.guard.beacon import Beacon
+from headway.guard.beacon import AGREEING, Beacon, collectives_entered
 from headway.guard.folder_lock import FolderLock
+from headway.guard.integrity import check_replicas
 from headway.guard.rng import rng_state
 from headway.guard.signals import StopRequest, agree_to_stop
 from headway.guard.training_state import buffer_keys, capture
@@ -63,6 +64,7 @@ class Run:
     evaluator: Evaluator | None = None
     hook: StepHook | None = None
     beacon: Beacon | None = None
+    shards: int = 1
     step: int = 0
     position: Position = field(default_factory=Position)
     saved_step: int = -1
@@ -144,7 +146,19 @@ class Run:
 
     def agree_to_stop(self) -> bool:
         with self.clock.phase("host.sync"):
-            return agree_to_stop(self.stop) != 0
+            if self.beacon is not None:
+                self.beacon.enter(AGREEING)
+            stop = agree_to_stop(self.stop, collectives_entered())
+            if self.beacon is not None:
+                self.beacon.leave()
+        return stop != 0
+
+    def check_replicas(self) -> None:
+        """At set steps, and before every save: none is made from a state that a flipped bit has changed."""
+        every = self.config.health.digest_every
+        if every is not None and (self.step % every == 0 or self.saves.is_due(self.step)):
+            with self.clock.phase("host.sync"):
+                check_replicas(self._state(), self.shards, self.step)
 
     def evaluation_is_due(self) -> bool:
         every = self.config.eval.every

@@ -1,0 +1,84 @@
+"""Rows about silent faults: a collective left out, a flipped bit in weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from headway.bench.faults.case import Case
+from headway.bench.faults.small_run import SmallRun, Strike, train_small, twin
+
+_DDP = "parallel.replicate={n}"
+
+
+def row_07(case: Case) -> None:
+    """One rank leaves a collective out: found in that step by the number of collectives; the step is not committed."""
+    step, victim = case.dice.randint(5, 11), case.dice.randrange(2)
+    overrides = (_DDP.format(n=2), "parallel.fsdp=1")
+
+    def fault(at: Strike) -> None:
+        if (at.rank, at.step) == (victim, step) and at.once("skip"):
+            _leave_one_out()
+
+    run = train_small(case, "skipped", fault, *overrides, hang_least_s=20.0)
+    case.expect(run.code == 0, f"exit code 0, not {run.code}")
+    case.expect(run.faults() == ["collective mismatch"], f"one incident, a collective mismatch, not {run.faults()}")
+    case.expect(run.losses() == twin(case, *overrides).losses(), "nothing is committed: losses as the twin's")
+    for incident in run.incidents[:1]:
+        case.expect((incident.rank, incident.step) == (victim, step), f"rank {victim} and step {step} are named, not "
+                    f"{incident.rank}, {incident.step}")  # fmt: skip
+        case.from_incident(incident)
+
+
+def _leave_one_out() -> None:
+    """The next small collective of the default kind, whichever the trainer uses, is not entered by this rank."""
+    for name in ("all_reduce", "all_gather_into_tensor"):
+        real = getattr(dist, name)
+
+        def skipping(*args: Any, real: Any = real, name: str = name, **keywords: Any) -> Any:
+            if keywords.get("group") is not None:
+                return real(*args, **keywords)  # the control channel's
+            setattr(dist, name, real)
+            return None
+
+        setattr(dist, name, skipping)
+
+
+def row_25(case: Case) -> None:
+    """A bit of one weight flips on one of three replicas: the vote names the rank, the run goes on from before it.
+
+    With two replicas they are only said to disagree.
+    """
+    step = case.dice.randint(5, 7)
+    for ranks, victim in ((3, case.dice.randrange(3)), (2, case.dice.randrange(2))):
+        overrides = (_DDP.format(n=ranks), "parallel.fsdp=1", "health.digest_every=2")
+        run = train_small(case, f"flipped-{ranks}", _flip(case, victim, step, f"flip-{ranks}"), *overrides, ranks=ranks)
+        _corrupted(case, run, ranks, victim, step)
+        undisturbed = twin(case, *overrides, ranks=ranks)
+        case.expect(run.losses() == undisturbed.losses(), f"{ranks} replicas: losses hex-equal to the twin's")
+
+
+def _flip(case: Case, victim: int, step: int, name: str) -> Any:
+    bit = case.dice.choice([22, 30])
+
+    def fault(at: Strike) -> None:
+        if (at.rank, at.step) == (victim, step) and at.once(name):
+            weight = next(at.run.learner.replicas.module.parameters())
+            with torch.no_grad():
+                weight.view(torch.int32).view(-1)[3] ^= 1 << bit
+
+    return fault
+
+
+def _corrupted(case: Case, run: SmallRun, ranks: int, victim: int, step: int) -> None:
+    case.expect(run.code == 0, f"{ranks} replicas: exit code 0, not {run.code}")
+    case.expect(run.faults() == ["silent corruption"], f"{ranks} replicas: one incident, not {run.faults()}")
+    for incident in run.incidents[:1]:
+        if ranks > 2:
+            case.expect(incident.rank == victim, f"the vote names rank {victim}, not {incident.rank}")
+            case.expect(incident.step <= step + 2, f"found at the next check, not in step {incident.step}")
+            case.from_incident(incident)
+        else:
+            case.expect(incident.rank is None and "disagree" in incident.evidence, "two disagree, none is named")
