@@ -7,6 +7,33 @@ from pydantic import Field
 from headway.config.base import Section, marks
 
 
+class RemoteConfig(Section):
+    """Checkpoints in an object store."""
+
+    shorthand = "url"
+
+    url: str = Field(
+        min_length=1,
+        description="Any fsspec URL, e.g. s3://bucket/runs; the run's name is added. The library of its protocol "
+        "(s3fs, gcsfs, …) must be installed.",
+    )
+    every: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps between uploads; null uploads every checkpoint that goes to the disk.",
+    )
+    keep: int = Field(
+        default=2,
+        ge=1,
+        description="Newest checkpoints that stay in the store.",
+    )
+    budget_s: float = Field(
+        default=300.0,
+        ge=0,
+        description="Seconds that one upload may wait between retries before it is given up.",
+    )
+
+
 class CheckpointConfig(Section):
     """When the training state is saved, and what a start continues from."""
 
@@ -45,6 +72,10 @@ class CheckpointConfig(Section):
         default=600.0,
         gt=0,
         description="Seconds after which a save that is not on the disk is given up; training goes on meanwhile.",
+    )
+    remote: RemoteConfig | None = Field(
+        default=None,
+        description="An object store for checkpoints; null for none.",
     )
     at_end: bool = Field(
         default=True,

@@ -73,9 +73,14 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
+    write_durably(folder / MANIFEST, encode_manifest(manifest))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The file's bytes, with their digest."""
     text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, digest=_NO_DIGEST)), indent=1)
     digest = hashlib.sha256(text).hexdigest()
-    write_durably(folder / MANIFEST, text.replace(_NO_DIGEST.encode(), digest.encode()))
+    return text.replace(_NO_DIGEST.encode(), digest.encode())
 
 
 def read_manifest(ref: CheckpointRef) -> Manifest:
@@ -86,6 +91,11 @@ def read_manifest(ref: CheckpointRef) -> Manifest:
         raise Damaged(f"{MANIFEST} is missing: the checkpoint was never finished, or files were removed") from None
     except OSError as problem:
         raise Damaged(f"{MANIFEST} cannot be read: {problem}") from problem
+    return parse_manifest(text, ref.step, ref.generation)
+
+
+def parse_manifest(text: bytes, step: int, generation: int) -> Manifest:
+    """Raises Damaged as `read_manifest` does; `step` and `generation` are those of the folder's name."""
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
@@ -95,7 +105,7 @@ def read_manifest(ref: CheckpointRef) -> Manifest:
     blank = text.replace(manifest.digest.encode(), _NO_DIGEST.encode())
     if text.count(manifest.digest.encode()) != 1 or hashlib.sha256(blank).hexdigest() != manifest.digest:
         raise Damaged(f"{MANIFEST} is damaged: it does not match its own digest")
-    if (manifest.step, manifest.generation) != (ref.step, ref.generation):
+    if (manifest.step, manifest.generation) != (step, generation):
         raise Damaged(f"{MANIFEST} is of step {manifest.step}, generation {manifest.generation}: not this folder's")
     if any("/" in name or name in ("", ".", "..", MANIFEST) for name in manifest.files):
         raise Damaged(f"{MANIFEST} names files outside its folder")

@@ -38,6 +38,16 @@ def commit(partial: Path, final: Path, manifest: Manifest, *, in_memory: bool = 
     crash_point("memory-after-publish" if in_memory else "after-publish", manifest.step)
 
 
+def publish_copy(partial: Path, final: Path, manifest: Manifest) -> None:
+    """Publishes files that were fetched and verified, under the manifest that they came with (its digest stays)."""
+    write_manifest(partial, manifest)
+    fsync_folder(partial)
+    if os.path.lexists(final):
+        raise CheckpointFailed(f"{final.name} exists already")
+    partial.rename(final)
+    fsync_folder(final.parent)
+
+
 def explained(problem: BaseException, folder: Path) -> str:
     """A failed write in one line; a full disk is called one."""
     text = f"{type(problem).__name__}: {problem}".splitlines()[0]

@@ -35,11 +35,12 @@ class Folder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """`url`: the run's folder in the store; `seconds`: what retries may take."""
+    """`url`: the run's folder in the store; `keep`: checkpoints that stay there; `budget_s`: what retries may wait."""
 
     url: str
     ranks: list[int]
-    seconds: float
+    keep: int
+    budget_s: float
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):

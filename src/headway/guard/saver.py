@@ -56,6 +56,12 @@ class Saver:
         process = self._process
         return process.pid if process is not None else None
 
+    @property
+    def left(self) -> frozenset[str]:
+        """The tiers that the job in work has still to do."""
+        work = self._work
+        return frozenset(work.left) if work is not None else frozenset()
+
     def reserve(self) -> None:
         """Counts as busy from now on, e.g. while the job's files are still being staged."""
         self._idle.clear()

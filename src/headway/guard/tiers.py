@@ -19,27 +19,29 @@ import os
 import shutil
 import socket
 from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from headway import __version__
-from headway.account.errors import Refused
 from headway.guard import layout, upkeep, writing
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.crash import crash_point
+from headway.guard.finding import ALL_TIERS, Finder, Found, RemotePlace
 from headway.guard.host_file import HostFile
 from headway.guard.image import Image, NoImage, layout_of, plan_image
-from headway.guard.layout import CheckpointFailed, CheckpointRef
+from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import Manifest
 from headway.guard.memory import NODE, Owner, memory_root
 from headway.guard.publishing import now
-from headway.guard.save_job import Folder, Job, Keep, Outcome
+from headway.guard.save_job import Folder, Job, Keep, Outcome, Remote
 from headway.guard.saver import Saver
 from headway.guard.staging import Stager
 from headway.guard.tree import Flat, Tree, flatten, part_bytes
+
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +59,6 @@ class Event:
     seconds: float = 0.0
     bytes: int = 0
     path: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A verified checkpoint and the store to load it from; `ref.rejected` says why others were passed over."""
-
-    tier: str
-    store: CheckpointStore
-    ref: CheckpointRef
 
 
 @dataclass(slots=True)
@@ -123,11 +116,12 @@ class Tiers:
         keep_memory: int = 1,
         device_type: str = "cpu",
         timeout_s: float = 600.0,
+        remote: RemotePlace | None = None,
     ) -> None:
         if disk.run_id is None:
             raise ValueError("tiers save: their store needs a run id")
         self.disk, self.run_id, self.device_type = disk, disk.run_id, device_type
-        self.keep_memory = keep_memory
+        self.keep_memory, self.remote = keep_memory, remote
         self.off = ""
         self.memory: CheckpointStore | None = None
         self.stager = Stager(device_type)
@@ -157,12 +151,13 @@ class Tiers:
         *,
         moving: Set[str] = frozenset(),
         disk: bool = True,
+        remote: bool = False,
         keep: Keep | None = None,
     ) -> bool:
         """Begins a save; the copy runs beside what follows, up to the next `fence`. Collective.
 
         Arguments as for `CheckpointStore.save`; `moving`: joined keys of buffers, which a forward pass may change.
-        `disk`: also to the disk, which then keeps what `keep` says.
+        `disk`: also to the disk, which then keeps what `keep` says. `remote`: also to the store.
 
         Returns False when the save before is not done; call again at a later step. Raises CheckpointFailed on every
         rank when nothing could be begun: then training goes on, or `save_now` does it the slow way.
@@ -179,29 +174,44 @@ class Tiers:
         try:
             if any(changed for _, changed in views):
                 self._lay_out(flat, marks)
-            self._begin(step, flat, moving, meta, rank_state, disk, keep)
+            self._begin(step, flat, moving, meta, rank_state, disk, remote, keep)
         except NoImage as problem:
             self.off = f"no asynchronous saves: {problem}"
             raise CheckpointFailed(self.off) from problem
         return True
 
     def save_now(
-        self, step: int, tensors: Tree, meta: dict[str, Any], rank_state: dict[str, Any], *, keep: Keep | None = None
+        self,
+        step: int,
+        tensors: Tree,
+        meta: dict[str, Any],
+        rank_state: dict[str, Any],
+        *,
+        remote: bool = False,
+        keep: Keep | None = None,
     ) -> list[Event]:
         """Returns when the state is on the disk, whatever it takes. Collective; raises like `CheckpointStore.save`.
 
-        For the last save before the process ends. What the saver cannot do in time, this process does itself.
+        For the last save before the process ends. What the saver cannot do in time, this process does itself. With
+        `remote` the upload begins; `settle` waits for it.
         """
+        self.fence()
+        if self.saver.left == {"remote"}:  # an upload may take long: it goes on by itself, and another process saves
+            self.saver.close()
+            self.saver = Saver(self.saver.timeout_s)
         self.settle()
         events = self.poll()
         if self._control.broadcast(self.published.get("disk")) == step:
             return events
         try:
-            begun = self.save(step, tensors, meta, rank_state, keep=keep)
+            begun = self.save(step, tensors, meta, rank_state, remote=remote, keep=keep)
         except CheckpointFailed:
             begun = False
         if begun:
-            self.settle()
+            self.fence()
+            while self.saver.busy and not any(event.tier == "disk" for event in events):
+                self.saver.wait(_POLL_S)
+                events += self.poll()
             events += self.poll()
             if self._control.broadcast(self.published.get("disk")) == step:
                 return events
@@ -230,35 +240,9 @@ class Tiers:
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
-    def newest(self, before_step: int | None = None, tiers: Set[str] = frozenset({"memory", "disk"})) -> Found | None:
-        """The newest verified checkpoint wherever it lies (of one save the copy in memory first). Collective.
-
-        `before_step`: only checkpoints of an earlier step, e.g. those that a bad step cannot have touched.
-        `ref.rejected` names newer ones that do not hold, with their tier. None when there is none at all.
-
-        Raises Refused when there are some and none of them holds.
-        """
-        stores = {"memory": self.memory, "disk": self.disk}
-        found: list[tuple[str, CheckpointRef]] = []
-        for tier, store in stores.items():
-            if store is not None and tier in tiers:
-                found += [(tier, ref) for ref in self._control.broadcast(layout.published(store.root))]
-        found = [(tier, ref) for tier, ref in found if before_step is None or ref.step < before_step]
-        rejected: list[str] = []
-        for tier, ref in sorted(found, key=lambda item: (-item[1].generation, item[0] != "memory")):
-            store = stores[tier]
-            assert store is not None
-            ref = replace(ref, path=store.root / ref.name)  # rank 0's path may be another node's
-            problems = store.verify(ref)
-            if not problems:
-                return Found(tier, store, replace(ref, rejected=tuple(rejected)))
-            rejected.append(f"{ref.name} ({tier}): {'; '.join(problems)}")
-        if rejected:
-            raise Refused(
-                f"no checkpoint of {self.disk.root} can be loaded ({' | '.join(rejected)}): "
-                "repair them, or move them away to start anew"
-            )
-        return None
+    def newest(self, before_step: int | None = None, tiers: Set[str] = ALL_TIERS) -> Found | None:
+        """The newest verified checkpoint; see `finding.Finder.newest`. Collective."""
+        return Finder(self.disk, self.memory, self.remote).newest(before_step, tiers)
 
     def close(self, *, over: bool) -> None:
         """Ends the saving; `over`: the run needs no memory checkpoint any more (it is done, or all is on the disk).
@@ -283,6 +267,7 @@ class Tiers:
         meta: dict[str, Any],
         rank_state: dict[str, Any],
         disk: bool,
+        remote: bool,
         keep: Keep | None,
     ) -> None:
         plan = self._control.on_main(lambda: self._plan(step, flat, disk), CheckpointFailed, (OSError,))
@@ -330,11 +315,18 @@ class Tiers:
             if draft
             else None,
             keep=keep,
+            remote=self._remote() if remote else None,
             deadline_s=self.saver.timeout_s,
         )
         self._in_work = _InWork(job.id, step, plan.slot, draft is not None)
         self.saver.reserve()
         self.stager.start(flat, moving, step, self._host(slot), lambda problem: self._staged(job, problem))
+
+    def _remote(self) -> Remote | None:
+        place = self.remote
+        if place is None:
+            return None
+        return Remote(url=place.url, ranks=list(range(self._control.size)), keep=place.keep, budget_s=place.budget_s)
 
     def _kept_parts(self, flat: Flat) -> dict[str, int]:
         parts = part_bytes(flat.tensors)

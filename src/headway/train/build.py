@@ -121,7 +121,8 @@ def _build(
         raise UserError(f"{folder.root}: the run folder holds other things under our names; set another name")
     check_model_folder(config.model.path)
     control().on_main(lock.acquire, UserError, (UserError, OSError))
-    store = CheckpointStore(folder.checkpoints, resuming.run_id(folder))
+    remote = resuming.remote_place(config)
+    store = CheckpointStore(folder.checkpoints, resuming.run_id(folder, remote))
     control().on_main(store.sweep, UserError, (OSError,))
     tiers = Tiers(
         store,
@@ -129,6 +130,7 @@ def _build(
         keep_memory=config.checkpoint.keep_memory,
         device_type=place.device.type,
         timeout_s=config.checkpoint.timeout_s,
+        remote=remote,
     )
     found = resuming.find_checkpoint(config, tiers)
     with run_clock.phase("startup.data"):

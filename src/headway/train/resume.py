@@ -15,10 +15,15 @@ from headway.config.run import RunConfig
 from headway.data.global_batch import Position
 from headway.data.stream import Stream
 from headway.guard.checkpoint import CheckpointStore
+from headway.guard.finding import Found, RemotePlace
 from headway.guard.fingerprint import refuse_changed
+from headway.guard.layout import CheckpointFailed
+from headway.guard.manifest import Damaged
+from headway.guard.object_store import ObjectStore
 from headway.guard.process_group import control
+from headway.guard.remote import read_remote_manifest
 from headway.guard.rng import set_rng_state
-from headway.guard.tiers import Found, Tiers
+from headway.guard.tiers import Tiers
 from headway.guard.training_state import restore
 from headway.parallel.wrap import Replicas
 from headway.record.files import read_json, write_json
@@ -68,12 +73,23 @@ def refuse_early(config: RunConfig, stream: Stream, found: Found | None) -> None
     refuse_changed(saved, {**run_identity(config, stream, {}, ""), **late}, allow=set(config.checkpoint.allow))
 
 
-def run_id(folder: RunFolder) -> str:
-    """The run's own name, made once and kept in the run folder; the same on every rank."""
-    return control().on_main(lambda: _run_id(folder), UserError, (OSError, UserError))
+def remote_place(config: RunConfig) -> RemotePlace | None:
+    """The run's folder in the object store, if it has one."""
+    remote = config.checkpoint.remote
+    if remote is None:
+        return None
+    return RemotePlace(f"{remote.url.rstrip('/')}/{config.name}", remote.keep, remote.budget_s)
 
 
-def _run_id(folder: RunFolder) -> str:
+def run_id(folder: RunFolder, remote: RemotePlace | None = None) -> str:
+    """The run's own name, made once and kept in the run folder; the same on every rank.
+
+    A run folder that lost it takes it from the newest checkpoint, also from the one in the store.
+    """
+    return control().on_main(lambda: _run_id(folder, remote), UserError, (OSError, UserError))
+
+
+def _run_id(folder: RunFolder, remote: RemotePlace | None) -> str:
     path = folder.root / "run_id.json"
     if path.is_file():
         try:
@@ -81,9 +97,22 @@ def _run_id(folder: RunFolder) -> str:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path}: damaged; remove it, and the id is taken from the newest checkpoint") from error
     known = [info.run_id for info in CheckpointStore(folder.checkpoints, None).list() if info.run_id]
-    made = known[-1] if known else uuid.uuid4().hex
+    made = known[-1] if known else _stored_run_id(remote) or uuid.uuid4().hex
     write_json(path, {"run_id": made})
     return made
+
+
+def _stored_run_id(remote: RemotePlace | None) -> str | None:
+    """Whose the newest checkpoint in the store is. Raises UserError when it cannot be asked: it may hold the run."""
+    if remote is None:
+        return None
+    try:
+        store = ObjectStore(remote.url, remote.budget_s)
+        name = store.latest()
+        manifest = read_remote_manifest(store, name) if name is not None else None
+    except (CheckpointFailed, Damaged) as problem:
+        raise UserError(f"checkpoint.remote: {remote.url}: {problem}") from problem
+    return manifest.run_id if manifest is not None else None
 
 
 def next_session(folder: RunFolder) -> int:

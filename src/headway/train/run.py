@@ -252,7 +252,7 @@ class Run:
         self.supply.close()
         if reason != "failed":
             self.reporter.tell_finished()
-        self.saves.close(over=reason != "failed")
+        self.saves.close(over=reason != "failed", wait=reason == "done")
         account = self.run_clock.account()
         self.reporter.tell(
             SessionEnd(

@@ -45,7 +45,9 @@ class Saves:
 
     def is_due(self, step: int) -> bool:
         """Whether a save is due, or was and had to wait for the one before."""
-        for tier, every in (("disk", self.config.every), ("memory", self.config.memory_every)):
+        remote = self.config.remote
+        uploads = None if remote is None else remote.every or self.config.every
+        for tier, every in (("disk", self.config.every), ("memory", self.config.memory_every), ("remote", uploads)):
             if every is not None and step % every == 0:
                 self._owed.add(tier)
         return bool(self._owed)
@@ -71,6 +73,7 @@ class Saves:
                 state.rank_state,
                 moving=state.moving,
                 disk="disk" in self._owed,
+                remote="remote" in self._owed,
                 keep=self._keep(),
             )
         except CheckpointFailed as failure:
@@ -84,10 +87,16 @@ class Saves:
             self._blocked_s = time.perf_counter() - started
 
     def now(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
-        """Returns when the state is on the disk; nothing would come after it, so a failure is an error (UserError)."""
+        """Returns when the state is on the disk; nothing would come after it, so a failure is an error (UserError).
+
+        Its upload begins; `close` waits for it at the end of a run, not when the run is preempted.
+        """
         state = snapshot()
+        remote = self.config.remote is not None
         try:
-            events = self.tiers.save_now(step, state.tensors, state.meta, state.rank_state, keep=self._keep())
+            events = self.tiers.save_now(
+                step, state.tensors, state.meta, state.rank_state, remote=remote, keep=self._keep()
+            )
         except CheckpointFailed as failure:
             raise UserError(f"step {step} could not be saved: {failure}") from failure
         for event in events:
@@ -98,8 +107,10 @@ class Saves:
         for event in self.tiers.poll():
             self._tell(event)
 
-    def close(self, *, over: bool) -> None:
-        """`over`: the run goes on from no memory checkpoint."""
+    def close(self, *, over: bool, wait: bool) -> None:
+        """`over`: the run goes on from no memory checkpoint. `wait`: until an upload in work is done, too."""
+        if wait:
+            self.tiers.settle(self.config.timeout_s)
         self.tell()
         self.tiers.close(over=over)
 
