@@ -29,7 +29,7 @@ def trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "train", "data", "data prepare", "data inspect", "checkpoint", "checkpoint list", "checkpoint verify", "checkpoint export", "report", "doctor", "bench", "bench peak", "bench data", "bench packing", "bench kernels"],
+    ["", "train", "data", "data prepare", "data inspect", "checkpoint", "checkpoint list", "checkpoint verify", "checkpoint export", "checkpoint prune", "report", "doctor", "bench", "bench peak", "bench data", "bench packing", "bench kernels"],
 )  # fmt: skip
 def test_help_is_there_and_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, _ = call(capsys, *command.split(), "--help")
@@ -107,6 +107,9 @@ def test_a_flipped_bit_is_bad_news(trained: Path, capsys: pytest.CaptureFixture[
     assert code == 1 and shard.name in out
     code, out, _ = call(capsys, "train", trained)
     assert code == 0 and "newer checkpoint not used" in out, "the run goes on from the older one and says why"
+    code, out, _ = call(capsys, "checkpoint", "prune", run, "--keep", "1", "--json")
+    told = json.loads(out)
+    assert code == 0 and told == {"removed": ["step-00000002.g0001", "step-00000004.g0002"], "left": []}
 
 
 def test_the_trained_model_loads_in_transformers(trained: Path) -> None:

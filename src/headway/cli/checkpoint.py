@@ -1,4 +1,4 @@
-"""`headway checkpoint list|verify|export RUN_DIR`."""
+"""`headway checkpoint list|verify|export|prune RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from headway.cli.output import print_json
 
-app = typer.Typer(no_args_is_help=True, help="Look at, verify and export a run's checkpoints.")
+app = typer.Typer(no_args_is_help=True, help="Look at, verify, export and prune a run's checkpoints.")
 
 RunDir = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/NAME.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -18,15 +18,20 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command("list")
 def list_checkpoints(run_dir: RunDir, json: Json = False) -> None:
-    """List checkpoints with their sizes by part.
+    """List checkpoints in memory, on the disk and in the store, with their sizes by part.
 
     Example: headway checkpoint list runs/demo
     """
-    rows = [_row(info) for info in _store(run_dir).list()]
+    from headway.train.places import places_of
+
+    places, problems = places_of(run_dir)
+    rows = [_row(info, tier) for tier, infos in places.items() for info in infos]
     if json:
         print_json(rows)
-        return
-    _print_table(rows, f"no checkpoint in {run_dir}")
+    else:
+        _print_table(rows, f"no checkpoint in {run_dir}")
+    for problem in problems:
+        print(f"headway: {problem}", file=sys.stderr)
 
 
 @app.command()
@@ -65,6 +70,32 @@ def export(
         print(f"exported {ref.name} to {out}")
 
 
+@app.command()
+def prune(
+    run_dir: RunDir,
+    keep: Annotated[int, typer.Option(help="Newest checkpoints that stay.", min=1)] = 2,
+    keep_every: Annotated[int | None, typer.Option(help="Steps that this divides stay, too.", min=1)] = None,
+    json: Json = False,
+) -> int:
+    """Delete a run's older checkpoints on the disk. Exit code 1 when one that should have gone stays.
+
+    Never the newest verified one, nothing at all while none verifies, and nothing that is damaged, in use, another
+    run's, or holds foreign files.
+
+    Example: headway checkpoint prune runs/demo --keep 3 --keep-every 1000
+    """
+    from headway.train.places import own_store
+
+    done = own_store(run_dir).prune(keep, keep_every)
+    if json:
+        print_json({"removed": done.removed, "left": done.left})
+    else:
+        print(f"removed {', '.join(done.removed) or 'nothing'}")
+        for left in done.left:
+            print(f"left {left}")
+    return 1 if done.left else 0
+
+
 def _store(run_dir: Path) -> Any:
     from headway.guard.checkpoint import CheckpointStore
     from headway.record.folder import RunFolder
@@ -72,8 +103,9 @@ def _store(run_dir: Path) -> Any:
     return CheckpointStore(RunFolder.open(run_dir).checkpoints, None)
 
 
-def _row(info: Any) -> dict[str, Any]:
+def _row(info: Any, tier: str = "disk") -> dict[str, Any]:
     return {
+        "tier": tier,
         "checkpoint": info.ref.name,
         "step": info.ref.step,
         "bytes": sum(info.parts.values()),
@@ -95,11 +127,12 @@ def _print_table(rows: list[dict[str, Any]], empty: str) -> None:
         print(empty)
         return
     table = Table(box=None, pad_edge=False)
-    for name in ("checkpoint", "total", "model", "optimizer", "rest", "ranks", "created (UTC)", "state"):
-        table.add_column(name, justify="right" if name not in ("checkpoint", "created (UTC)", "state") else "left")
+    left = ("tier", "checkpoint", "created (UTC)", "state")
+    for name in ("tier", "checkpoint", "total", "model", "optimizer", "rest", "ranks", "created (UTC)", "state"):
+        table.add_column(name, justify="left" if name in left else "right")
     for row in rows:
         sizes = [fmt.size(row.get(key)) for key in ("bytes", "model_bytes", "optimizer_bytes", "rest_bytes")]
-        table.add_row(row["checkpoint"], *sizes, str(row["ranks"]), row["created"], row["state"])
+        table.add_row(row["tier"], row["checkpoint"], *sizes, str(row["ranks"]), row["created"], row["state"])
     make_console(width=None if sys.stdout.isatty() else 140).print(table)
     for row in rows:
         for problem in row["problems"]:

@@ -140,6 +140,11 @@ class Tiers:
         self._early: list[Event] = []
         self._open_memory(run_folder)
 
+    @property
+    def node_ranks(self) -> list[int]:
+        """The ranks on this node, which share its memory."""
+        return self._node.ranks
+
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save(

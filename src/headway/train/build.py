@@ -57,6 +57,7 @@ from headway.train.loss_scale import LossScale
 from headway.train.memory import Fit
 from headway.train.model import BuiltModel, build_model, use_deterministic_kernels
 from headway.train.optim import Optimizers, build_optimizers
+from headway.train.places import describe as describe_places
 from headway.train.reporter import Reporter
 from headway.train.run import Run
 from headway.train.saves import Saves
@@ -171,7 +172,11 @@ def _build(
         watch_compilation(beacon)
     learner = _learner(config, replicas, optimizers, clock, place, state, tiers.fence)
     with run_clock.phase("compile"):
-        fit, facts = _fit(config, learner, model, place, reporter, state.step, say)
+        fit, facts, optimizer_bytes = _fit(config, learner, model, place, reporter, state.step, say)
+    kept = [p for p in model.module.parameters() if p.requires_grad or config.model.lora is None]
+    saved = sum(p.numel() * p.element_size() for p in kept)
+    for line in describe_places(config.checkpoint, tiers, saved, optimizer_bytes * place.layout.shard, place.world):
+        say(f"checkpoints: {line}")
     return Run(
         config=config,
         session_start=_session_start(reporter, state, place, steps, peak, model, stream, facts, kernels),
@@ -301,8 +306,11 @@ def _learner(
 
 def _fit(
     config: RunConfig, learner: Learner, model: BuiltModel, place: Place, reporter: Reporter, step: int, say: Say
-) -> tuple[Fit, list[str]]:
-    """The recompute level: estimated, set, and (on a device) rehearsed on the worst micro-batch."""
+) -> tuple[Fit, list[str], float]:
+    """The recompute level: estimated, set, and (on a device) rehearsed on the worst micro-batch.
+
+    Also returns what to say of it, and the optimizer state's bytes on this rank (estimated).
+    """
     replicas, shards = learner.replicas, place.layout.shard
     choice = fitting.choose_level(config, model.shape, replicas, shards, place.ranks_here)
     fit = fitting.make_fit(config, model.module, choice, reporter.out_of_memory)
@@ -311,7 +319,7 @@ def _fit(
         lines.append(fitting.rehearse(fit, learner, config, model.shape.vocab, choice.optimizer_bytes))
     for line in lines:
         say(f"memory: {line}")
-    return fit, lines
+    return fit, lines, choice.optimizer_bytes
 
 
 def _check_schedule(config: RunConfig, steps: int) -> None:
