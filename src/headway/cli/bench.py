@@ -8,12 +8,15 @@ from typing import Annotated
 
 import typer
 
+from headway.cli import bench_diagnose
 from headway.cli.output import print_json
 
 app = typer.Typer(
     no_args_is_help=True,
     help="Measure the machine (peak), the parts (data, packing, kernels), the whole (speed) and what breaks (faults).",
 )
+
+bench_diagnose.register(app)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -24,7 +24,7 @@ from headway.diagnose.facts import (
     Window,
 )
 from headway.diagnose.gaps import HostWork, explain
-from headway.diagnose.linking import innermost_open, link_launches
+from headway.diagnose.linking import at_rows, innermost_open, link_launches
 from headway.diagnose.phases import compute_by_phase, phases
 from headway.diagnose.shares import of_events
 from headway.diagnose.steps import shares_of, step_table
@@ -219,5 +219,5 @@ def _left_over(trace: Trace, launch: Int64, window: Window, steps: list[HostStep
     if window.source != "steps" or not steps:
         return 0
     linked = launch != NONE
-    before: np.ndarray = trace.host.start[launch] < window.start_ns
+    before: np.ndarray = at_rows(trace.host.start, launch) < window.start_ns
     return int((linked & before & (events.end > window.start_ns)).sum())

@@ -9,6 +9,7 @@ import numpy as np
 
 from headway.account.intervals import EMPTY, Intervals, intersect, subtract, union
 from headway.diagnose.facts import IDLE_CLASSES, NONE, Gaps, HostEvents, HostKind, Int64
+from headway.diagnose.linking import at_rows
 from headway.diagnose.trace import Trace
 
 SHORT_NS = 10_000  # a wait below 10 µs between kernels that were queued in time is the device's own
@@ -94,8 +95,7 @@ def explain(idle: Intervals, start: Int64, end: Int64, launch: Int64, host: Host
     following = np.where(ended, following, 0)
     launched_by = np.where(ended, launch[following], NONE)
     linked = launched_by != NONE
-    call_start = np.where(linked, host.start[launched_by], 0)
-    call_end = np.where(linked, host.end[launched_by], 0)
+    call_start, call_end = at_rows(host.start, launched_by), at_rows(host.end, launched_by)
     early = linked & (call_start <= begin)
     late = linked & ~early
     klass = np.full(len(begin), UNKNOWN, np.int8)
@@ -107,7 +107,7 @@ def explain(idle: Intervals, start: Int64, end: Int64, launch: Int64, host: Host
         (called[late], returned[late], np.full(int(late.sum()), LAUNCH_CALL, np.int8)),
         (returned[late], stop[late], np.full(int(late.sum()), LAUNCH_LATENCY, np.int8)),
     ]
-    threads = np.where(linked, host.thread[launched_by], NONE)
+    threads = np.where(linked, at_rows(host.thread, launched_by), NONE)
     for thread in np.unique(threads[late]).tolist():
         rows = late & (threads == thread)
         parts += _before_the_call(np.stack((begin[rows], called[rows]), axis=1), work.of(thread))

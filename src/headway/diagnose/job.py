@@ -16,6 +16,7 @@ from headway.diagnose.device import device_facts, link
 from headway.diagnose.facts import DeviceFacts, JobFacts, RankFacts
 from headway.diagnose.gaps import HostWork
 from headway.diagnose.hostwork import cpu_facts
+from headway.diagnose.nsight import is_sqlite, read_nsight
 from headway.diagnose.ranks import compare, with_stragglers
 from headway.diagnose.trace import Trace, read_trace
 from headway.diagnose.window import WINDOWS, host_steps, main_thread
@@ -58,7 +59,8 @@ def read_job(paths: Sequence[Path], options: Options = Options()) -> JobFacts:
 
 
 def _facts(path: Path, comm: re.Pattern[str], options: Options) -> RankFacts:
-    return rank_facts(read_trace(path), comm, options)
+    trace = read_nsight(path) if is_sqlite(path) else read_trace(path)
+    return rank_facts(trace, comm, options)
 
 
 def rank_facts(trace: Trace, comm: re.Pattern[str], options: Options) -> RankFacts:

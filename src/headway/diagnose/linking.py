@@ -7,6 +7,13 @@ import numpy as np
 from headway.diagnose.facts import NONE, Int32, Int64
 
 
+def at_rows(column: Int64 | Int32, rows: Int64 | Int32) -> Int64:
+    """The column's value at each row, 0 where the row is NONE (a trace may have no host event at all)."""
+    if not len(column):
+        return np.zeros(len(rows), np.int64)
+    return np.where(rows == NONE, 0, column[rows])
+
+
 def link_launches(correlation: Int64, start: Int64, launch_correlation: Int64, launch_start: Int64) -> Int64:
     """Row of the launch of each event [N], NONE where the trace has none.
 

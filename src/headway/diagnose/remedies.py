@@ -71,8 +71,8 @@ register(
 )
 register(
     "fuse-loss",
-    ("compute.loss", "copy"),
-    {},
+    ("compute.loss", "compute.forward", "compute.backward", "copy"),
+    {"model.fuse": "auto"},
     "a fused linear cross entropy that never makes the logits: liger-kernel LigerFusedLinearCrossEntropyLoss, "
     "cut-cross-entropy `linear_cross_entropy`; or compute the loss over chunks of tokens",
     "loss and gradient of the head against plain float32 cross entropy, every reduction and mask in use: 1e-5",
@@ -198,9 +198,16 @@ register(
     SAME_MATH,
 )
 register(
+    "larger-micro-batch",
+    ("compute.forward", "compute.backward", "host.launch"),
+    {},
+    "the same global batch in fewer, larger micro-batches (`per_device_train_batch_size`, fewer accumulation steps)",
+    SAME_MATH,
+)
+register(
     "less-recompute",
-    ("compute.recompute",),
-    {"model.recompute": "none"},
+    ("flops.recompute", "compute.recompute"),
+    {"model.recompute": "auto"},
     "turn activation checkpointing off (`gradient_checkpointing=False`), or keep matmul outputs: "
     "`torch.utils.checkpoint.create_selective_checkpoint_contexts`",
     NO_MATH,

@@ -41,6 +41,10 @@ class Source:
             if not head:
                 raise UserError(f"{self.path}: the file is empty (0 bytes); the export may have failed or still run")
             file.seek(0)
+            if self.path.suffix == ".nsys-rep":
+                raise UserError(
+                    f"{self.path}: a Nsight Systems report; export it first: nsys export --type sqlite {self.path.name}"
+                )
             if head[:2] in _WIDE_BOMS:
                 raise UserError(f"{self.path}: the text is UTF-16; save it as UTF-8 (iconv -f UTF-16 -t UTF-8)")
             blocks = self._threaded(file) if head[:2] == _GZIP else self._plain(file)

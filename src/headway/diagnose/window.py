@@ -8,6 +8,7 @@ import numpy as np
 
 from headway.account.errors import UserError
 from headway.diagnose.facts import NONE, HostEvents, HostKind, Int64, Window
+from headway.diagnose.linking import at_rows
 from headway.diagnose.trace import Trace
 
 STEP_PREFIX = "ProfilerStep#"
@@ -79,7 +80,7 @@ def choose_window(trace: Trace, steps: list[HostStep], start: Int64, end: Int64,
         return Window(*gpu, "gpu", f"first to last GPU event; the trace has no {STEP_PREFIX}N")
     first, last = steps[0].start, steps[-1].end
     linked = launch != NONE
-    launched = trace.host.start[launch]
+    launched = at_rows(trace.host.start, launch)
     ours = linked & (launched >= first) & (launched < last)
     if not ((end > first) & (start < last)).any() and not ours.any():
         return Window(*gpu, "gpu", f"first to last GPU event; no GPU event lies in {_span(steps)}")

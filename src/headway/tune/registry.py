@@ -1,4 +1,7 @@
-"""The remedies that `headway tune` knows, each from the run's own account: those of data first, then of compute."""
+"""When `headway tune` tries which registered remedy, with the gain and the exact change that this run's account tells.
+
+The remedies themselves are registered once, in `diagnose.remedies`. Those of data come first, then those of compute.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,10 @@ from typing import Any
 
 from headway.account.remedy import Remedy
 from headway.config.run import RunConfig
+from headway.diagnose.remedies import predict
 from headway.tune.profile import Profile
 
 Maker = Callable[[RunConfig, Profile], Remedy | None]
-
-_SAME_LOSS = "headway verify: loss, gradients and weights on the same documents"
 
 
 def pack(config: RunConfig, seen: Profile) -> Remedy | None:
@@ -28,16 +30,14 @@ def pack(config: RunConfig, seen: Profile) -> Remedy | None:
         # transformers' masks over a pack cost its square; one call a document costs only what is real
         change["model.attention"] = "auto"
     compute = seen.account.share("compute")
-    return Remedy(
-        name="pack",
-        shrinks=("flops.padding",),
+    return predict(
+        "pack",
         gain=(0.7 * seen.padding * compute, seen.padding * compute),
         evidence=(
             f"{seen.padding:.1%} of {seen.slots:,} slots are padding",
             f"{rows} rows a step hold about {rows * per_row:,.0f} tokens: {packs} packs of {slots} slots",
         ),
         change=change,
-        check=_SAME_LOSS,
     )
 
 
@@ -46,13 +46,11 @@ def prefetch(config: RunConfig, seen: Profile) -> Remedy | None:
     share = seen.account.share("data")
     if share < 0.005:
         return None
-    return Remedy(
-        name="prefetch",
-        shrinks=("data",),
+    return predict(
+        "load-ahead",
         gain=(0.0, share),
         evidence=(f"{share:.1%} of the step waits for the next batch",),
         change={"data.prefetch": config.data.prefetch * 4},
-        check="the order of documents does not depend on it",
     )
 
 
@@ -61,13 +59,11 @@ def recompute(config: RunConfig, seen: Profile) -> Remedy | None:
     if config.model.recompute in ("none", "auto") or not seen.flops.recompute:
         return None
     share = seen.flops.recompute / seen.flops.computed * seen.account.share("compute")
-    return Remedy(
-        name="recompute off",
-        shrinks=("flops.recompute", "compute.recompute"),
+    return predict(
+        "less-recompute",
         gain=(0.7 * share, share),
         evidence=(f"{seen.flops.recompute / seen.flops.computed:.1%} of the FLOPs are activations computed again",),
         change={"model.recompute": "auto"},
-        check=_SAME_LOSS,
     )
 
 
@@ -76,13 +72,11 @@ def fuse(config: RunConfig, seen: Profile) -> Remedy | None:
     if config.model.fuse != "none":
         return None
     share = seen.account.share("compute.loss")
-    return Remedy(
-        name="fused loss and kernels",
-        shrinks=("compute.loss", "compute.forward", "compute.backward"),
+    return predict(
+        "fuse-loss",
         gain=(0.5 * share, min(1.0, share + 0.25 * seen.account.share("compute"))),
         evidence=(f"{share:.1%} of the step is the loss over all logits",),
         change={"model.fuse": "auto"},
-        check=_SAME_LOSS,
     )
 
 
@@ -92,13 +86,11 @@ def larger_micro_batch(config: RunConfig, seen: Profile) -> Remedy | None:
     if not config.data.packed or packs < 2:
         return None
     host = seen.account.share("host") + seen.account.share("unaccounted")
-    return Remedy(
-        name="larger micro-batch",
-        shrinks=("compute.forward", "compute.backward", "host.launch"),
+    return predict(
+        "larger-micro-batch",
         gain=(0.0, min(1.0, host + 0.05)),
         evidence=(f"a step is {packs} micro-batches of {config.data.slots} slots",),
         change={"data.slots": 2 * config.data.slots, "train.global_batch_sequences": -(-packs // 2)},
-        check=_SAME_LOSS,
     )
 
 
@@ -107,13 +99,11 @@ def compile_layers(config: RunConfig, seen: Profile) -> Remedy | None:
     if config.train.compile:
         return None
     share = seen.account.share("compute.forward") + seen.account.share("compute.backward")
-    return Remedy(
-        name="compile",
-        shrinks=("compute.forward", "compute.backward", "host.launch"),
+    return predict(
+        "compile",
         gain=(0.0, 0.3 * share),
         evidence=(f"{share:.1%} of the step is forward and backward",),
         change={"train.compile": True},
-        check=_SAME_LOSS,
     )
 
 

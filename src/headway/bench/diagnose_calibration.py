@@ -1,0 +1,176 @@
+"""Does what diagnose predicts come true? Plants each cause, predicts from a profile, removes the cause, measures."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from headway.account.errors import UserError
+from headway.bench.planted_causes import CAUSES, Cause, Planted
+from headway.diagnose.diagnosis import diagnose_job
+from headway.diagnose.efficiency import with_efficiency
+from headway.diagnose.job import read_job
+from headway.diagnose.said import Said
+
+# Of the predicted ranges, how many must contain what was measured.
+ENOUGH = 0.8
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Calibrated:
+    """One cause: predicted gain (low, high) and measured gains of each round, shares of the time, 0 to 1."""
+
+    finding: str
+    what: str
+    predicted: tuple[float, float] | None
+    measured: tuple[float, ...]
+    step_ms: float
+
+    @property
+    def gain(self) -> float:
+        """The median round."""
+        return float(np.median(self.measured))
+
+    @property
+    def holds(self) -> bool:
+        """Whether the predicted range contains the measured gain."""
+        return self.predicted is not None and self.predicted[0] <= self.gain <= self.predicted[1]
+
+    def record(self) -> dict[str, Any]:
+        low, high = self.predicted or (None, None)
+        return {
+            "finding": self.finding, "what": self.what, "predicted_low": low, "predicted_high": high,
+            "measured": list(self.measured), "median": self.gain, "holds": self.holds, "step_ms": self.step_ms,
+        }  # fmt: skip
+
+
+def chosen(names: str) -> tuple[Cause, ...]:
+    """The causes of these findings (comma separated), all where none is named.
+
+    Raises:
+        UserError: a name that no planted cause has.
+    """
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = set(wanted) - {cause.finding for cause in CAUSES}
+    if unknown:
+        raise UserError(
+            f"--causes {', '.join(sorted(unknown))}: choose of {', '.join(cause.finding for cause in CAUSES)}"
+        )
+    return tuple(cause for cause in CAUSES if not wanted or cause.finding in wanted)
+
+
+def calibrate(causes: Sequence[Cause] = CAUSES, rounds: int = 7, say: Say = print) -> list[Calibrated]:
+    """Every cause in turn. A round is a profile of the loop that has it, a block of its steps and a block of steps
+    without it, so that the noise of a shared machine meets all three."""
+    found = []
+    for cause in causes:
+        found.append(one := calibrate_one(cause, rounds))
+        say(line(one))
+    return found
+
+
+def calibrate_one(cause: Cause, rounds: int) -> Calibrated:
+    bad, good = cause.make(True), cause.make(False)
+    try:
+        for loop in (bad, good):
+            _block(loop, cause.window)  # caches, allocations, workers
+        lows, highs, gains, times = [], [], [], []
+        for number in range(rounds):
+            predicted = _profiled(cause, bad)
+            if predicted is not None:
+                lows.append(predicted[0])
+                highs.append(predicted[1])
+            first, second = (bad, good) if number % 2 else (good, bad)
+            taken = {id(first): _block(first, cause.window), id(second): _block(second, cause.window)}
+            times.append(taken[id(bad)] / cause.window)
+            gains.append(1 - (taken[id(good)] / good.tokens) / (taken[id(bad)] / bad.tokens))
+        middle = (float(np.median(lows)), float(np.median(highs))) if len(lows) > rounds // 2 else None
+        return Calibrated(cause.finding, cause.what, middle, tuple(gains), float(np.median(times)) * 1e3)
+    finally:
+        bad.close()
+        good.close()
+        gc.collect()
+
+
+class Undisturbed:
+    """Seconds since it was made, without those in which this thread could have run and another process had its core.
+
+    On a shared machine the steps of both loops are longer by that, and by another amount each time.
+    """
+
+    def __init__(self) -> None:
+        self._began, self._robbed = time.perf_counter(), self._run_delay()
+
+    @staticmethod
+    def _run_delay() -> float:
+        try:
+            return int(_SCHEDULED.read_text().split()[1]) / 1e9
+        except (OSError, IndexError, ValueError):
+            return 0.0  # no Linux: plain wall clock
+
+    @property
+    def robbed(self) -> float:
+        return self._run_delay() - self._robbed
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began - self.robbed
+
+
+_SCHEDULED = Path("/proc/thread-self/schedstat")
+
+
+def _block(loop: Planted, steps: int) -> float:
+    clock = Undisturbed()
+    for _ in range(steps):
+        loop.step()
+    return clock.seconds
+
+
+def _profiled(cause: Cause, loop: Planted) -> tuple[float, float] | None:
+    """The predicted gain by the cause's finding in a profile of one block; None where it was not found.
+
+    Other processes make what computes longer and what sleeps not: a sleep's share is taken of the undisturbed time.
+    """
+    with tempfile.TemporaryDirectory(prefix="headway-calibration-") as folder:
+        path = Path(folder) / "trace.json"
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+            clock = Undisturbed()
+            for number in range(cause.window):
+                with record_function(f"ProfilerStep#{number}"):
+                    loop.step()
+            robbed = clock.robbed
+        recorded.export_chrome_trace(str(path))
+        job = read_job([path])
+        if cause.told:
+            job = with_efficiency(job, Said(tokens=loop.tokens * cause.window))
+        diagnosis = diagnose_job(job, memory_free=cause.memory_free)
+    found = next((item for item in diagnosis.findings if item.name == cause.finding), None)
+    if found is None:
+        return None
+    scale = diagnosis.wall_ns / max(1.0, diagnosis.wall_ns - 1e9 * robbed) if cause.sleeps else 1.0
+    return found.gain[0] * scale, found.gain[1] * scale
+
+
+def line(one: Calibrated) -> str:
+    """One row for people."""
+    predicted = "not found" if one.predicted is None else f"{one.predicted[0]:.1%} to {one.predicted[1]:.1%}"
+    spread = "–".join(f"{value:.1%}" for value in (min(one.measured), one.gain, max(one.measured)))
+    verdict = "holds" if one.holds else "does not hold"
+    return f"{one.finding:<28}{predicted:<18}{spread:<24}{verdict:<15}{one.step_ms:7.1f} ms a step  {one.what}"
+
+
+def lines(found: Sequence[Calibrated]) -> list[str]:
+    """The table's end: how many predictions hold."""
+    held = sum(one.holds for one in found)
+    return [f"{held} of {len(found)} predicted ranges contain the measured gain (torch {torch.__version__})"]

@@ -1,0 +1,63 @@
+"""`headway bench diagnose-…`: whether what diagnose predicts comes true, and whether its reader withstands damage."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from headway.cli.output import print_json
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def calibration(
+    causes: Annotated[str, typer.Option(help="Findings to plant, comma separated (default: all).")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds of profile, slow block and fast block.", min=3)] = 7,
+    json: Json = False,
+) -> int:
+    """Plant causes in a small CPU loop, predict gains from a profile, remove them, measure. Exit code 1 below 8 of 10.
+
+    Example: headway bench diagnose-calibration --causes padding,loss-unfused
+    """
+    import sys
+
+    from headway.bench.diagnose_calibration import ENOUGH, calibrate, chosen, lines
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr if json else sys.stdout, flush=True)
+
+    found = calibrate(chosen(causes), rounds, say)
+    print_json([one.record() for one in found]) if json else print("\n".join(lines(found)))
+    return 0 if sum(one.holds for one in found) >= ENOUGH * len(found) else 1
+
+
+def fuzz(
+    inputs: Annotated[int, typer.Option(help="Damaged traces to read.", min=1)] = 2000,
+    seed: Annotated[int, typer.Option(help="Seed of the damage.")] = 4,
+    json: Json = False,
+) -> int:
+    """Read traces with random cuts and changed bytes; fail on a traceback or a sum that the events do not give.
+
+    Example: headway bench diagnose-fuzz --inputs 5000 --seed 7
+    """
+    import tempfile
+    from pathlib import Path
+
+    from headway.bench.diagnose_fuzz import WrongSum
+    from headway.bench.diagnose_fuzz import fuzz as run
+
+    with tempfile.TemporaryDirectory(prefix="headway-fuzz-") as folder:
+        try:
+            found = run(Path(folder), inputs, seed)
+        except WrongSum as error:
+            print(error)
+            return 1
+    print_json(asdict(found)) if json else print(found.line())
+    return 0
+
+
+def register(app: typer.Typer) -> None:
+    app.command("diagnose-calibration")(calibration)
+    app.command("diagnose-fuzz")(fuzz)
