@@ -132,7 +132,7 @@ def test_a_claim_in_words_and_in_a_file(tmp_path: Path, capsys: pytest.CaptureFi
         (["case-1025"], "known by name: case-1024, case-27b"),
         (["gpu=3"], "nearest: gpus"),
         (["step_s=fast"], "give a number"),
-        (["device=H101", "gpus=1", "parameters=1", "global_batch=1", "seq=1", "step_s=1"], "nearest: H100"),
+        (["device=H101", "gpus=1", "parameters=1", "global_batch=1", "seq=1", "step_s=1"], "H100-SXM-80GB"),
         (["device=A100", "precision=fp4", "gpus=1", "parameters=1", "global_batch=1", "seq=1", "step_s=1"], "no 'fp4' peak"),
         (["name=x"], "too few figures"),
         (["plans=3"], "list of mappings"),

@@ -60,7 +60,7 @@ def choose(cases: Sequence[Case]) -> dict[Group, list[Case]]:
     """
     groups: dict[Group, list[Case]] = defaultdict(list)
     for case in cases:
-        if case.step_s and not case.flag and not case.oom:
+        if case.step_s and not case.flag and not case.oom and not case.guessed:
             groups[case.group].append(case)
     return {group: _three(rows) for group, rows in groups.items()}
 

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from headway.account.errors import UserError
+from headway.plan.device_names import match_device
 
 # One GPU's share of a node's network where no figure is known: one 400 Gb/s port, what an H100 node commonly has.
 _INTER_NODE = 50e9
@@ -103,10 +104,13 @@ def devices() -> dict[str, Device]:
 
 
 def find_device(name: str) -> Device:
-    """The device called `name` (H100, H100-SXM-80GB, …). Raises UserError with the nearest names."""
+    """The device called `name` (H100, H100-SXM-80GB, …), or that it means (`device_names` has the rule).
+
+    Raises UserError with the nearest names.
+    """
     by_name, aliases = _table()
     key = _key(name)
-    full = aliases.get(key)
+    full = aliases.get(key) or match_device(name, {one: device.memory / 2**30 for one, device in by_name.items()})
     if full is None:
         near = difflib.get_close_matches(key, list(aliases), n=4, cutoff=0.4)
         known = sorted({aliases[one] for one in near}) or sorted(by_name)

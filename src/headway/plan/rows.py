@@ -6,24 +6,33 @@ Columns are those of docs/plan.md; whatever is blank is inferred by one stated r
 from __future__ import annotations
 
 import csv
-import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headway.account.errors import UserError
 from headway.plan.cluster import Cluster, find_device, make_cluster
-from headway.plan.layout import RECOMPUTES, Layout
-from headway.plan.memory import memory
+from headway.plan.layout import Layout
 from headway.plan.observed import observed_step
-from headway.plan.profile import profile
 from headway.plan.row_model import row_model
+from headway.plan.row_rules import (
+    batch_of,
+    expert_degree,
+    gpus_of,
+    is_lora,
+    least_recompute,
+    most_micro_batch,
+    precision_of,
+    recompute_of,
+    sequence_of,
+    unpublished_plan,
+)
+from headway.plan.row_values import Row, number, whole, yes
 from headway.plan.stacks import layout_defaults, stack_of
-from headway.plan.workload import Precision, Workload
+from headway.plan.workload import Workload
 
-Row = Mapping[str, str]
+_MOST_GPUS = 10**7
 
 
 class CannotScore(Exception):
@@ -50,6 +59,11 @@ class Case:
     oom: bool
     assumed: tuple[str, ...]
     complete: bool
+
+    @property
+    def guessed(self) -> bool:
+        """Whether the model's sizes or the plan itself were guessed, not only parts of them."""
+        return any("from params_total" in text or text.startswith("plan not published") for text in self.assumed)
 
     @property
     def stack(self) -> str:
@@ -79,8 +93,8 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restkey="_more")
-            names = set(reader.fieldnames or ())
-            rows = [{str(key): value for key, value in row.items() if isinstance(value, str)} for row in reader]
+            names = {_column(name) for name in reader.fieldnames or ()}
+            rows = [{_column(key): value for key, value in row.items() if isinstance(value, str)} for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a CSV in UTF-8 ({error})") from error
     missing = {"model", "gpu", "gpus"} - names
@@ -89,12 +103,16 @@ def read_rows(path: Path) -> list[dict[str, str]]:
     return rows
 
 
+def _column(name: object) -> str:
+    return re.sub(r"[\s\-]+", "_", str(name).strip().casefold())
+
+
 def read_cases(path: Path) -> tuple[list[Case], list[Unscored]]:
     """Every row as a case or as a reason; never an exception for a row's content."""
     cases: list[Case] = []
     unscored: list[Unscored] = []
-    for number, row in enumerate(read_rows(path), 2):
-        row_id = row.get("row_id") or f"{path.name}:{number}"
+    for line, row in enumerate(read_rows(path), 2):
+        row_id = row.get("row_id") or f"{path.name}:{line}"
         try:
             cases.append(make_case(row, row_id))
         except (CannotScore, UserError, ValueError, ZeroDivisionError, OverflowError) as error:
@@ -108,21 +126,22 @@ def make_case(row: Row, row_id: str = "") -> Case:
     stack = stack_of(row.get("source", ""))
     notes = row.get("notes", "")
     device = find_device(row.get("gpu", ""))
-    gpus = _whole(row, "gpus")
-    seq, batch = _whole(row, "seq_len"), _whole(row, "global_batch")
-    if gpus is None or seq is None or batch is None:
-        blank = next(key for key in ("gpus", "seq_len", "global_batch") if not _whole(row, key))
-        raise CannotScore(f"column {blank} is blank")
-    precision = _precision(row, stack.name, assumed)
+    gpus = gpus_of(row, assumed)
+    if gpus is None:
+        raise CannotScore("column gpus is blank, and dp·tp·pp do not say how many")
+    if gpus > _MOST_GPUS:
+        raise CannotScore(f"column gpus: {gpus} GPUs in one job")
+    seq = sequence_of(row, gpus, assumed)
+    batch = batch_of(row, gpus, seq, assumed)
+    precision = precision_of(row, stack.name, assumed)
     shape, about = row_model(row)
     assumed += about
-    work = Workload(shape, seq, batch, precision, row.get("model", ""), lora="lora" in notes.casefold())
+    work = Workload(shape, seq, batch, precision, row.get("model", ""), lora=is_lora(row))
     cluster = _cluster(row, device.name, gpus)
     layout = _layout(row, work, cluster, layout_defaults(stack, device.name, precision, notes), assumed)
     step, how = observed_step(row, work, gpus)
     if how:
         assumed.append(how)
-    mem = _number(row, "mem_gb")
     complete = all(row.get(key) for key in ("tp", "pp", "micro_batch", "layers", "hidden"))
     return Case(
         row_id=row_id or row.get("row_id", ""),
@@ -134,96 +153,59 @@ def make_case(row: Row, row_id: str = "") -> Case:
         layout=layout,
         cluster=cluster,
         step_s=step,
-        memory_gib=mem,
+        memory_gib=number(row, "mem_gb"),
         oom=notes.startswith("OOM"),
         assumed=tuple(assumed),
         complete=complete,
     )
 
 
-def _layout(row: Row, work: Workload, cluster: Cluster, facts: Mapping[str, Any], assumed: list[str]) -> Layout:
-    degrees = {key: _whole(row, key) for key in ("tp", "pp", "cp", "ep", "vpp")}
-    if degrees["tp"] is None or degrees["pp"] is None:
-        raise CannotScore("columns tp and pp are blank: the plan is not published")
+def _layout(row: Row, work: Workload, cluster: Cluster, facts: dict[str, Any], assumed: list[str]) -> Layout:
+    degrees = {key: whole(row, key) for key in ("tp", "pp", "cp", "ep", "vpp")}
+    degrees["cp"] = degrees["cp"] or whole(row, "sp")  # Ulysses and ring attention split the sequence likewise
+    fsdp = cluster.gpus if yes(row, "fsdp") else whole(row, "fsdp") or 0
+    if degrees["tp"] is None and degrees["pp"] is None and fsdp < 2 and facts.get("zero", 0) < 3:
+        layout = unpublished_plan(row, work, cluster, facts, assumed)
+        return replace(layout, recompute=recompute_of(row) or layout.recompute)
     known = {key: value or 1 for key, value in degrees.items()}
     others = known["tp"] * known["pp"] * known["cp"]
-    if cluster.gpus % others:
-        raise CannotScore(f"tp·pp·cp = {others} does not divide {cluster.gpus} GPUs")
+    if others > cluster.gpus:
+        raise CannotScore(f"tp·pp·cp = {others} is more than {cluster.gpus} GPUs")
     dp = cluster.gpus // others
+    if cluster.gpus % others:
+        assumed.append(f"dp {dp}: tp·pp·cp = {others} does not divide {cluster.gpus} GPUs")
     if degrees["vpp"] is None and known["pp"] > 1 and "dgxc" in row.get("source", ""):
         # NVIDIA's recipes interleave as deep as layers allow, and their tables of 2025 leave the column out.
         known["vpp"] = max(1, len(work.shape.layers) // known["pp"])
         assumed.append(f"vpp {known['vpp']}")
-    micro = _whole(row, "micro_batch")
-    fsdp = _whole(row, "fsdp") or 0
+    micro = whole(row, "micro_batch")
     choices: dict[str, Any] = {**facts, **known}
     layout = replace(Layout(), **choices, dp=dp, micro_batch=micro or 1)
     if work.shape.model_type == "gpt_oss":  # learned sinks and a clamped SwiGLU: the fused kernels of 2025 lack both
         layout = replace(layout, native_attention=False, compiled=False)
     if fsdp > 1:
         layout = replace(layout, zero=3 if known["pp"] == 1 else 2, shard=0 if fsdp >= dp else fsdp)
-    shard = re.search(r"zero1=(\d+)", row.get("notes", ""))
+    shard = re.search(r"zero1=(\d{1,6})", row.get("notes", ""))
     if shard:
         layout = replace(layout, shard=int(shard[1]))
-    stated = row.get("recompute", "").strip().casefold()
-    if stated in RECOMPUTES:
+    if degrees["ep"] is None and any(layer.mlp and layer.mlp.experts for layer in work.shape.layers):
+        layout = replace(layout, ep=expert_degree(work, layout, cluster))
+        assumed.append(f"ep {layout.ep}")
+    stated = recompute_of(row)
+    if stated is not None:
         layout = replace(layout, recompute=stated)
     if micro is None:
         layout = most_micro_batch(work, layout, cluster)
         assumed.append(f"micro_batch {layout.micro_batch}")
-    if stated in RECOMPUTES:
-        return layout
-    if work.lora:
+    if stated is not None or work.lora:
         return layout
     assumed.append("recompute: the least that fits")
     return least_recompute(work, layout, cluster)
 
 
-def least_recompute(work: Workload, layout: Layout, cluster: Cluster) -> Layout:
-    """The one rule for a plan that does not say what it recomputes: the least that fits in memory.
-
-    None, else selective, else full in as few eighths of the layers as will do; where even all of them do not fit, the
-    same again with parameters sharded too (a plan that ran must have fitted).
-    """
-    model = profile(work.shape)
-    stages = (layout,) if layout.zero == 3 else (layout, replace(layout, zero=3))
-    for base in stages:
-        tries = [replace(base, recompute=recompute) for recompute in ("none", "selective")]
-        tries += [replace(base, recompute="full", recompute_share=eighths / 8) for eighths in range(1, 9)]
-        for tried in tries:
-            if memory(model, work, tried, cluster).fits:
-                return tried
-    return replace(layout, recompute="full")
-
-
-def most_micro_batch(work: Workload, layout: Layout, cluster: Cluster) -> Layout:
-    """The one rule for a plan that does not state its micro-batch: the largest power of two up to 8 that fits, divides
-    the replica's batch and leaves at least four micro-batches for each stage.
-    """
-    model, best = profile(work.shape), layout
-    for size in (2, 4, 8):
-        tried = replace(layout, micro_batch=size)
-        divides = work.global_batch % (layout.dp * size) == 0
-        if divides and tried.micro_batches(work.global_batch) >= 4 * layout.pp:
-            best = tried if memory(model, work, tried, cluster).fits else best
-    return best
-
-
-def _precision(row: Row, stack: str, assumed: list[str]) -> Precision:
-    text = row.get("precision", "").casefold()
-    if not text:
-        # BLOOM's prequel ran in fp16 (its bf16 rows say so); everywhere else bf16 has been the habit since 2021.
-        assumed.append("precision")
-        return "fp16" if stack == "megatron-deepspeed" else "bf16"
-    for name, sign in (("fp4", "fp4"), ("fp8", "fp8"), ("fp16", "fp16"), ("bf16", "bf16")):
-        if sign in text:
-            return name  # type: ignore[return-value]
-    raise CannotScore(f"precision {text!r} is unknown")
-
-
 def _cluster(row: Row, device_name: str, gpus: int) -> Cluster:
     device = find_device(device_name)
-    cluster = make_cluster(device, gpus, _whole(row, "gpus_per_node"))
+    cluster = make_cluster(device, gpus, whole(row, "gpus_per_node"))
     text = row.get("interconnect", "")
     cluster = replace(cluster, onloaded="omnipath" in text.casefold().replace("-", ""))
     speed = network_of(text, cluster.gpus_per_node)
@@ -239,16 +221,3 @@ def network_of(text: str, gpus_per_node: int) -> float | None:
     if node:
         return int(node[1]) / 8 * 1e9 / (gpus_per_node if node[2] == "node" else 1)
     return None
-
-
-def _number(row: Row, key: str) -> float | None:
-    try:
-        value = float(row.get(key, "") or "nan")
-    except ValueError:
-        return None
-    return value if math.isfinite(value) and value > 0 else None
-
-
-def _whole(row: Row, key: str) -> int | None:
-    value = _number(row, key)
-    return round(value) if value is not None and value >= 0.5 else None

@@ -20,6 +20,7 @@ from headway.plan.constants import Constants
 from headway.plan.layout import Layout, problems
 from headway.plan.predict import Prediction, predict
 from headway.plan.search import HEADROOM
+from headway.plan.workload import shape_of
 
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _EXPERT_KEYS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
@@ -157,7 +158,7 @@ def _vocabulary(vocab: int, share: float, tp: int) -> int:
 
 def _shape(config: Mapping[str, Any], layers: int, experts: int, vocab: int) -> ModelShape | None:
     try:
-        return ModelShape.from_config(small_config(config, layers, experts, vocab))
+        return shape_of(small_config(config, layers, experts, vocab))
     except UserError:
         return None
 
@@ -168,8 +169,11 @@ def small_config(config: Mapping[str, Any], layers: int, experts: int, vocab: in
     text = made.get("text_config") if isinstance(made.get("text_config"), dict) else made
     assert isinstance(text, dict)
     key = next((name for name in _LAYER_KEYS if text.get(name)), "num_hidden_layers")
-    before = int(text.get(key) or layers)
+    pattern = text.get("hybrid_override_pattern")
+    before = len(pattern) if isinstance(pattern, str) else int(text.get(key) or layers)
     text[key] = layers
+    if isinstance(pattern, str):
+        text["hybrid_override_pattern"] = pattern[:layers]
     text["vocab_size"] = vocab
     if experts:
         many = next((name for name in _EXPERT_KEYS if text.get(name)), _EXPERT_KEYS[0])

@@ -91,10 +91,13 @@ class Validation:
         return [spread(name, items) for name, items in sets if items]
 
     def memory_summary(self) -> dict[str, Any]:
-        """Median memory error, how many rows that ran out of memory were foreseen, and false alarms."""
+        """Median memory error, how many rows that ran out of memory were foreseen, and false alarms.
+
+        A false alarm needs a row that says what model and plan ran; a guess that does not fit is the guess's fault.
+        """
         errors = sorted(abs(one.memory_error) for one in self.scored if one.memory_error is not None)
         oom = [one for one in self.scored if one.case.oom]
-        ran = [one for one in self.scored if not one.case.oom and one.case.step_s]
+        ran = [one for one in self.scored if not one.case.oom and one.case.step_s and not one.case.guessed]
         return {
             "rows": len(errors),
             "median": quantile(errors, 0.5),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from headway.account.errors import UserError
 from headway.account.shape import ModelShape
+from headway.plan.hybrid import HYBRIDS, hybrid_shape
 
 Precision = Literal["bf16", "fp16", "fp8", "fp4"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4")
@@ -66,7 +67,12 @@ def model_presets() -> dict[str, dict[str, Any]]:
 def load_model(spec: str | Mapping[str, Any]) -> tuple[str, ModelShape]:
     """(name, shape) of a preset, a config.json, or a folder that holds one. Raises UserError naming what is wrong."""
     name, config = load_config(spec)
-    return name, ModelShape.from_config(config)
+    return name, shape_of(config)
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """The exact shape of a config.json, hybrids included. Raises UserError naming the key."""
+    return hybrid_shape(config) if config.get("model_type") in HYBRIDS else ModelShape.from_config(config)
 
 
 def load_config(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
