@@ -13,6 +13,8 @@ import pytest
 # The library looks things up on a hub by default; a test must never wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Read when a library is loaded, which happens once, in the process that the tests' commands are forked from.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 # Runs that tests kill leave memory checkpoints behind, as they should: all of them in one place, that goes at the end.
 _MEMORY = Path(tempfile.mkdtemp(prefix="headway-tests-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))

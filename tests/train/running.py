@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 from headway.cli.main import main
 from headway.record.folder import RunFolder
 from headway.record.sessions import History, read_history
+from train.serving import Started
 
 
 def environment() -> dict[str, str]:
@@ -41,9 +43,19 @@ def run(run_file: Path, *overrides: str, expect: int = 0, launcher: Sequence[str
 
 
 def _in_processes(run_file: Path, overrides: Sequence[str], launcher: Sequence[str]) -> Done:
+    if not launcher:
+        started = start(run_file, *overrides)
+        code = started.wait(800)
+        return Done(code, *(path.read_text(errors="replace") for path in (started.out, started.err)))
     line = command(run_file, *overrides, launcher=launcher)
     done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=800)
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def start(run_file: Path, *overrides: str) -> Started:
+    """A run in a process of its own, that can be killed."""
+    folder = Path(tempfile.mkdtemp(prefix="output-", dir=run_file.parent))
+    return Started(["train", str(run_file), *overrides], environment(), folder / "out", folder / "err")
 
 
 def _here(run_file: Path, overrides: Sequence[str]) -> Done:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from safetensors.torch import load_file
 
 from headway.record.folder import RunFolder
 from tiny import make_chats, run_file
-from train.running import command, environment, history, losses, run
+from train.running import history, losses, run, start
 
 STEPS = 14  # two and a half epochs of the tiny data
 
@@ -50,22 +48,15 @@ def whole(path: Path) -> list[str]:
 
 def kill_after(path: Path, name: str, step: int, number: int, *overrides: str) -> int:
     """Starts a run and sends a signal once metrics show `step`; returns the exit code."""
-    process = subprocess.Popen(
-        command(path, f"name={name}", *overrides),
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    started = start(path, f"name={name}", *overrides)
     deadline = time.monotonic() + 700
-    while process.poll() is None and time.monotonic() < deadline:
+    while started.is_running() and time.monotonic() < deadline:
         kept = history(path, name).kept
         if kept and kept[-1].step >= step:
-            process.send_signal(number) if number != signal.SIGKILL else os.killpg(process.pid, number)
+            started.send(number) if number != signal.SIGKILL else started.send_to_all(number)
             break
         time.sleep(0.02)
-    process.communicate(timeout=700)
-    return process.returncode
+    return started.wait(700)
 
 
 def test_kill_minus_nine_three_times(path: Path, whole: list[str]) -> None:
