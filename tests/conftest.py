@@ -25,6 +25,18 @@ atexit.register(lambda: os.getpid() == _MADE_BY and shutil.rmtree(_MEMORY, ignor
 ROOT = Path(__file__).resolve().parent.parent
 
 
+# Files go to the workers whole and in this order: a long one begun last would leave the other worker idle.
+_LONGEST_FIRST = ("train", "faults", "prove", "guard", "bench", "cli", "tune", "diagnose", "plan")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        room = item.path.parent.name
+        return _LONGEST_FIRST.index(room) if room in _LONGEST_FIRST else len(_LONGEST_FIRST)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     import torch
