@@ -67,6 +67,9 @@ FREE = st.recursive(
     max_leaves=6,
 )
 FRACTION = st.floats(0, 0.5)
+ALERT = st.fixed_dictionaries({"webhook": st.just("https://a/b")}) | st.fixed_dictionaries(
+    {"command": st.lists(TEXT, min_size=1, max_size=2)}, optional={"faults": st.lists(TEXT, max_size=2)}
+)
 SOURCE = st.fixed_dictionaries({"path": PATH}, optional={"weight": st.floats(0.1, 9), "format": st.just("text")})
 
 
@@ -113,7 +116,7 @@ _TOGETHER = {
     "version", "name", "out", "model.path", "model.config", "data.sources", "data.seq_len", "data.slots", "train.steps",
     "train.epochs", "train.tokens", "train.global_batch_tokens", "train.global_batch_sequences", "optim.betas",
     "schedule.warmup", "schedule.decay", "parallel.ranks", "parallel.fsdp", "parallel.tp", "parallel.pp", "parallel.cp",
-    "parallel.ep", "eval.every", "eval.at_start", "eval.data", "eval.holdout",
+    "parallel.ep", "eval.every", "eval.at_start", "eval.data", "eval.holdout", "alerts.to",
 }  # fmt: skip
 
 
@@ -140,6 +143,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
         lambda source: {"eval.data": [source], "eval.every": 9}, SOURCE
     )
     flat |= draw(held_out)
+    flat["alerts.to"] = draw(st.lists(ALERT, max_size=2))
     raw: dict[str, Any] = {}
     for name, value in flat.items():
         *outer, last = name.split(".")

@@ -32,9 +32,22 @@ app = typer.Typer(
 @functools.cache
 def _join_commands() -> None:
     """Once a process: joined again, every command would be there twice, and each call slower than the one before."""
-    from headway.cli import bench, checkpoint, data, diagnose, doctor, launch, plan, report, train, tune, verify
+    from headway.cli import (
+        bench,
+        checkpoint,
+        data,
+        diagnose,
+        doctor,
+        incidents,
+        launch,
+        plan,
+        report,
+        train,
+        tune,
+        verify,
+    )
 
-    for module in (train, launch, tune, verify, diagnose, report, doctor):
+    for module in (train, launch, tune, verify, diagnose, report, incidents, doctor):
         module.register(app)
     app.add_typer(data.app, name="data")
     app.add_typer(checkpoint.app, name="checkpoint")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headway.config.run import RunConfig
     from headway.guard.ranks import RankEnv
     from headway.train.hook import HookPlace, StepHook
+    from headway.watch.alerts import Alerts
 
 _REASON_CODES = {"done": 0, "preempted": 75}
 
@@ -90,7 +91,7 @@ def launch_supervised(config: RunConfig, ranks: int, argv: Sequence[str], hang_s
     return Supervisor(
         start=Start(argv, entry=entry),
         ranks=ranks,
-        ledger=Ledger(folder.incidents),
+        ledger=Ledger(folder.incidents, listeners=_alerts(config)),
         logs=folder.logs,
         env={**os.environ, LAUNCHED_AT: repr(launched_at)},
         hang_least_s=hang_s,
@@ -157,6 +158,8 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
             hook=lambda place: _periodic_trace(config, place),
             beacon=beacon,
         )
+        for alerts in _alerts(config):
+            run.reporter.ledger.listen(alerts)
         reason = run_loop(run)
     except BaseException as error:
         # First of all, or the launcher would name a rank that only fell with this one.
@@ -168,6 +171,12 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
     if not close_process_group():
         _exit_at_once(_REASON_CODES[reason])
     return _REASON_CODES[reason]
+
+
+def _alerts(config: RunConfig) -> list[Alerts]:
+    from headway.watch.alerts import Alerts
+
+    return [Alerts(config.alerts, config.name)] if config.alerts.to else []
 
 
 def _periodic_trace(config: RunConfig, place: HookPlace) -> StepHook | None:

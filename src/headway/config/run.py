@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from headway.config.alerts import AlertsConfig
 from headway.config.base import Section, marks
 from headway.config.between import check_between_sections
 from headway.config.checkpoint import CheckpointConfig
@@ -91,6 +92,10 @@ class RunConfig(Section):
     health: HealthConfig = Field(
         default_factory=HealthConfig,
         description="How closely the ranks are watched.",
+    )
+    alerts: AlertsConfig = Field(
+        default_factory=AlertsConfig,
+        description="Who is told of incidents.",
     )
     log: LogConfig = Field(
         default_factory=LogConfig,
