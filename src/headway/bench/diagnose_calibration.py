@@ -71,7 +71,8 @@ def chosen(names: str) -> tuple[Cause, ...]:
 
 def calibrate(causes: Sequence[Cause] = CAUSES, rounds: int = 7, say: Say = print) -> list[Calibrated]:
     """Every cause in turn. A round is a profile of the loop that has it, a block of its steps and a block of steps
-    without it, so that the noise of a shared machine meets all three."""
+    without it, so that the noise of a shared machine meets all three. One thread computes."""
+    torch.set_num_threads(1)
     found = []
     for cause in causes:
         found.append(one := calibrate_one(cause, rounds))
@@ -83,7 +84,7 @@ def calibrate_one(cause: Cause, rounds: int) -> Calibrated:
     bad, good = cause.make(True), cause.make(False)
     try:
         for loop in (bad, good):
-            _block(loop, cause.window)  # caches, allocations, workers
+            _block(loop, cause)  # caches, allocations, workers
         lows, highs, gains, times = [], [], [], []
         for number in range(rounds):
             predicted = _profiled(cause, bad)
@@ -91,8 +92,8 @@ def calibrate_one(cause: Cause, rounds: int) -> Calibrated:
                 lows.append(predicted[0])
                 highs.append(predicted[1])
             first, second = (bad, good) if number % 2 else (good, bad)
-            taken = {id(first): _block(first, cause.window), id(second): _block(second, cause.window)}
-            times.append(taken[id(bad)] / cause.window)
+            taken = {id(first): _block(first, cause), id(second): _block(second, cause)}
+            times.append(taken[id(bad)])
             gains.append(1 - (taken[id(good)] / good.tokens) / (taken[id(bad)] / bad.tokens))
         middle = (float(np.median(lows)), float(np.median(highs))) if len(lows) > rounds // 2 else None
         return Calibrated(cause.finding, cause.what, middle, tuple(gains), float(np.median(times)) * 1e3)
@@ -102,39 +103,48 @@ def calibrate_one(cause: Cause, rounds: int) -> Calibrated:
         gc.collect()
 
 
-class Undisturbed:
-    """Seconds since it was made, without those in which this thread could have run and another process had its core.
+class Clock:
+    """What this thread took since it was made, without the time in which another process had its core: on a shared
+    machine both loops are longer by that, and by another amount each time.
 
-    On a shared machine the steps of both loops are longer by that, and by another amount each time.
+    sleeps: waiting (for a disk, a queue, a timer) counts too, not only computing.
     """
 
-    def __init__(self) -> None:
-        self._began, self._robbed = time.perf_counter(), self._run_delay()
+    def __init__(self, sleeps: bool) -> None:
+        self._sleeps = sleeps
+        self._wall, self._computed, self._robbed = self._now()
 
     @staticmethod
-    def _run_delay() -> float:
+    def _now() -> tuple[float, float, float]:
+        """Wall clock, CPU time of this thread, its time in the run queue; seconds."""
         try:
-            return int(_SCHEDULED.read_text().split()[1]) / 1e9
+            robbed = int(_SCHEDULED.read_text().split()[1]) / 1e9
         except (OSError, IndexError, ValueError):
-            return 0.0  # no Linux: plain wall clock
-
-    @property
-    def robbed(self) -> float:
-        return self._run_delay() - self._robbed
+            robbed = 0.0  # no Linux: plain wall clock
+        return time.perf_counter(), time.thread_time(), robbed
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self._began - self.robbed
+        wall, computed, robbed = self._now()
+        return wall - self._wall - (robbed - self._robbed) if self._sleeps else computed - self._computed
+
+    @property
+    def wall(self) -> float:
+        return time.perf_counter() - self._wall
 
 
 _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
-def _block(loop: Planted, steps: int) -> float:
-    clock = Undisturbed()
-    for _ in range(steps):
+def _block(loop: Planted, cause: Cause) -> float:
+    """Seconds a step: the mean of a block; where every step is alike and computes, the quickest, which was disturbed
+    least."""
+    taken = []
+    for _ in range(cause.window):
+        clock = Clock(cause.sleeps)
         loop.step()
-    return clock.seconds
+        taken.append(clock.seconds)
+    return min(taken) if cause.steady else sum(taken) / len(taken)
 
 
 def _profiled(cause: Cause, loop: Planted) -> tuple[float, float] | None:
@@ -145,11 +155,11 @@ def _profiled(cause: Cause, loop: Planted) -> tuple[float, float] | None:
     with tempfile.TemporaryDirectory(prefix="headway-calibration-") as folder:
         path = Path(folder) / "trace.json"
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-            clock = Undisturbed()
+            clock = Clock(sleeps=True)
             for number in range(cause.window):
                 with record_function(f"ProfilerStep#{number}"):
                     loop.step()
-            robbed = clock.robbed
+            robbed = clock.wall - clock.seconds
         recorded.export_chrome_trace(str(path))
         job = read_job([path])
         if cause.told:

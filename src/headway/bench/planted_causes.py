@@ -35,6 +35,7 @@ class Cause:
 
     window: steps of a profile, and of a block of measured steps. told: whether the profile's real tokens are given.
     memory_free: share of free memory to tell, for causes that depend on it. sleeps: the cause waits and computes not.
+    steady: all steps are alike.
     """
 
     finding: str
@@ -44,6 +45,7 @@ class Cause:
     told: bool = False
     memory_free: float | None = None
     sleeps: bool = False
+    steady: bool = True
 
 
 def padding(bad: bool) -> Planted:
@@ -176,13 +178,20 @@ def checkpoint_stall(bad: bool) -> Planted:
 
 CAUSES: tuple[Cause, ...] = (
     Cause("padding", "rows padded to the longest → full rows", padding, told=True),
-    Cause("data-starvation", "20 ms a batch in the loop → a thread ahead", starvation, sleeps=True),
-    Cause("data-jitter", "120 ms every sixth batch → a queue of twelve", jitter, window=12, sleeps=True),
-    Cause("garbage-collection", "gc.collect() each step → young objects every sixth", garbage, window=6),
+    Cause("data-starvation", "20 ms a batch in the loop → a thread ahead", starvation, sleeps=True, steady=False),
+    Cause("data-jitter", "120 ms every sixth batch → a queue of twelve", jitter, window=12, sleeps=True, steady=False),
+    Cause("garbage-collection", "gc.collect() each step → young objects every sixth", garbage, window=6, steady=False),
     Cause("loss-unfused", "logits as a whole → in chunks", unfused_loss),
     Cause("attention-unfused", "bmm, softmax, bmm → one call", eager_attention),
     Cause("optimizer-not-fused", "AdamW loop → fused", loop_optimizer, window=10),
     Cause("recompute-with-free-memory", "checkpointed blocks → kept", recompute, memory_free=0.8),
-    Cause("recompilation-storm", "compiled for each length → once", recompiling, window=8),
-    Cause("unstable-steps", "32 MiB synced every fifth step → none", checkpoint_stall, window=10, sleeps=True),
+    Cause("recompilation-storm", "compiled for each length → once", recompiling, window=8, steady=False),
+    Cause(
+        "unstable-steps",
+        "32 MiB synced every fifth step → none",
+        checkpoint_stall,
+        window=10,
+        sleeps=True,
+        steady=False,
+    ),
 )

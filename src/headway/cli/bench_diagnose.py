@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -43,7 +44,6 @@ def fuzz(
     Example: headway bench diagnose-fuzz --inputs 5000 --seed 7
     """
     import tempfile
-    from pathlib import Path
 
     from headway.bench.diagnose_fuzz import WrongSum
     from headway.bench.diagnose_fuzz import fuzz as run
@@ -58,6 +58,32 @@ def fuzz(
     return 0
 
 
+def reader(
+    trace: Annotated[Path | None, typer.Argument(help="A trace (default: one is made).", metavar="[TRACE]")] = None,
+    megabytes: Annotated[int, typer.Option(help="Size of the trace that is made.", min=1)] = 1000,
+    rounds: Annotated[int, typer.Option(help="Rounds in which each reader has its turn.", min=1)] = 3,
+    peer_python: Annotated[
+        str | None, typer.Option(help="Interpreter that has HolisticTraceAnalysis (`pip install traceinsight`).")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Time the reader against plain decoding of the same bytes, and against HolisticTraceAnalysis beside it.
+
+    Example: headway bench diagnose-reader --megabytes 250 --peer-python hta/bin/python
+    """
+    import tempfile
+
+    from headway.bench.diagnose_reader import compare, write_trace
+
+    with tempfile.TemporaryDirectory(prefix="headway-reader-") as folder:
+        path = trace or Path(folder) / "made.json"
+        if trace is None:
+            write_trace(path, megabytes * 1_000_000)
+        found = compare(path, rounds, peer_python)
+    print_json(found.record()) if json else print("\n".join(found.lines()))
+
+
 def register(app: typer.Typer) -> None:
     app.command("diagnose-calibration")(calibration)
     app.command("diagnose-fuzz")(fuzz)
+    app.command("diagnose-reader")(reader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter
@@ -54,8 +54,8 @@ class Index(dict[Any, int]):
         number = self[key] = len(self)
         return number
 
-    def column(self, keys: Iterable[Any]) -> NDArray[Any]:
-        return np.array(list(map(self.__getitem__, keys)), np.int32)
+    def column(self, keys: Iterable[Any], count: int = -1) -> NDArray[Any]:
+        return np.fromiter(map(self.__getitem__, keys), np.int32, count)
 
 
 class _Codes(dict[str, int]):
@@ -104,7 +104,7 @@ class Columns:
         events = [record for record in records if type(record) is Complete]
         if not events:
             return
-        codes = np.array(list(map(self._codes.__getitem__, map(_CAT, events))), np.int64)
+        codes = np.fromiter(map(self._codes.__getitem__, map(_CAT, events)), np.int64, len(events))
         if not events[0].cat and "" in self._codes:
             codes = np.array(
                 [_legacy(event) if not event.cat else code for event, code in zip(events, codes.tolist(), strict=True)]
@@ -128,16 +128,16 @@ class Columns:
     def _add_gpu(self, events: list[Complete], codes: NDArray[Any], exact: _Exact) -> None:
         args = list(map(_ARGS, events))
         start, duration = exact.times(events)
-        device, stream = _integers(list(map(_DEVICE, args)), np.int32), _integers(list(map(_STREAM, args)), np.int32)
+        device, stream = _integers(_DEVICE, args, np.int32), _integers(_STREAM, args, np.int32)
         self.gpu.add(
             start=start,
             duration=duration,
-            name=self.names.column(map(_NAME, events)),
+            name=self.names.column(map(_NAME, events), len(events)),
             code=codes.astype(np.int8),
             device=_filled(device, events, "pid"),
             stream=_filled(stream, events, "tid"),
-            correlation=_integers(list(map(_CORRELATION, args))),
-            size=_integers(list(map(_SIZE, args))),
+            correlation=_integers(_CORRELATION, args),
+            size=_integers(_SIZE, args),
         )
         self._note_comm("gpu", args)
 
@@ -147,10 +147,10 @@ class Columns:
         self.host.add(
             start=start,
             duration=duration,
-            name=self.names.column(map(_NAME, events)),
+            name=self.names.column(map(_NAME, events), len(events)),
             kind=codes.astype(np.int8),
-            thread=self.threads.column(map(_THREAD, events)),
-            correlation=_integers(list(map(_CORRELATION, args))),
+            thread=self.threads.column(map(_THREAD, events), len(events)),
+            correlation=_integers(_CORRELATION, args),
             shapes=self._texts(list(map(_DIMS, args))),
             types=self._texts(list(map(_TYPES, args))),
         )
@@ -212,6 +212,16 @@ class _Exact:
         self._found: dict[int, tuple[int, int]] = {}
 
     def times(self, events: list[Complete]) -> tuple[Int64, Int64]:
+        try:
+            start = np.fromiter(map(_TS, events), np.float64, len(events))
+            duration = np.fromiter(map(_DUR, events), np.float64, len(events))
+        except OverflowError:  # an integer beyond any float
+            return self._one_by_one(events)
+        if max(np.abs(start).max(), np.abs(duration).max()) < _EXACT_BELOW:
+            return np.rint(start * 1000.0).astype(np.int64), np.rint(duration * 1000.0).astype(np.int64)
+        return self._one_by_one(events)
+
+    def _one_by_one(self, events: list[Complete]) -> tuple[Int64, Int64]:
         values = list(map(_TS, events))
         if self._text and float in set(map(type, values)) and max(values) >= _EXACT_BELOW:
             if not self._found:
@@ -258,23 +268,17 @@ def _filled(column: NDArray[Any], events: list[Complete], field: str) -> NDArray
     """Old files name the device by the process and the stream by the thread."""
     missing = np.flatnonzero(column == NONE)
     if len(missing):
-        column[missing] = _integers([getattr(events[row], field) for row in missing.tolist()], np.int32)
+        column[missing] = _integers(attrgetter(field), [events[row] for row in missing.tolist()], np.int32)
     return column
 
 
-def _integers(values: list[Any], dtype: type = np.int64) -> NDArray[Any]:
+def _integers(get: Callable[[Any], Any], items: list[Any], dtype: type = np.int64) -> NDArray[Any]:
     """A column of integers from what writers put there: numbers, digits in text, `stream 7`, nothing."""
     try:
-        column = np.array(values)
-        if column.dtype.kind == "i":
-            return column.astype(dtype)
-    except (ValueError, OverflowError):
-        pass
-    limit = np.iinfo(dtype).max
-    return np.array(
-        [value if type(value) is int and -limit <= value <= limit else _integer(value, limit) for value in values],
-        dtype,
-    )
+        return np.fromiter(map(get, items), dtype, len(items))
+    except (TypeError, ValueError, OverflowError):
+        limit = np.iinfo(dtype).max
+        return np.array([_integer(get(item), limit) for item in items], dtype)
 
 
 def _integer(value: Any, limit: int) -> int:

@@ -30,7 +30,7 @@ from headway.diagnose.shares import of_events
 from headway.diagnose.steps import shares_of, step_table
 from headway.diagnose.table import fragmentation, inside, kernel_table, time_by_kind
 from headway.diagnose.trace import Trace
-from headway.diagnose.window import HostStep, choose_window
+from headway.diagnose.window import HostStep, choose_window, on_device
 
 _OWNS_THE_WINDOW = 0.5
 
@@ -87,17 +87,20 @@ def device_facts(
     linked: Linked,
     work: HostWork,
     steps: list[HostStep],
+    inner: list[HostStep],
     comm: re.Pattern[str],
     wanted: str,
 ) -> DeviceFacts:
-    """Everything the trace says about one GPU."""
+    """Everything the trace says about one GPU. `steps` make the window; `inner` are told apart in it (the same, or
+    those that only the optimizer tells, in the device's own time)."""
     events, rows = device_events(trace, linked, device, comm)
     launch = events.launch.astype(np.int64)
     window = choose_window(trace, steps, events.start, events.end, launch, wanted)
     idle = of_events(events, window.start_ns, window.end_ns).idle
     gaps = explain(idle, events.start, events.end, launch, trace.host, work)
     shares = shares_of(events, gaps, window.start_ns, window.end_ns)
-    table = step_table(events, gaps, steps, window)
+    told = steps or on_device(inner, trace, events.start, events.end, launch)
+    table = step_table(events, gaps, told, window)
     name = device_name(trace.metadata, device)
     phase = phases(trace.host, trace.names, events, on_gpu=True)
     return DeviceFacts(
@@ -111,7 +114,7 @@ def device_facts(
         phase=phase,
         table=kernel_table(events, trace.names, window),
         by_kind=time_by_kind(events, window),
-        fragmentation=fragmentation(events, gaps, window, len(table.rows), trace.gpu.code[rows] == 0),
+        fragmentation=fragmentation(events, gaps, window, table, trace.gpu.code[rows] == 0),
         steps=table,
         collectives=_collectives(trace, rank, device, events, rows),
         gaps=gaps,

@@ -49,7 +49,9 @@ _KINDS = [(KINDS.index(kind), re.compile(pattern)) for kind, pattern in _KIND_OF
 _ELEMENTWISE = KINDS.index("elementwise")
 
 
-def cpu_facts(trace: Trace, rank: int, main: int, steps: list[HostStep], comm: re.Pattern[str]) -> DeviceFacts:
+def cpu_facts(
+    trace: Trace, rank: int, main: int, steps: list[HostStep], inner: list[HostStep], comm: re.Pattern[str]
+) -> DeviceFacts:
     """Compute is every operator outside data loading, communication what the backends call so, the rest is the host's
     own Python or the loader. Each operator counts its own time, without what it called."""
     window = host_window(trace, steps)
@@ -58,7 +60,7 @@ def cpu_facts(trace: Trace, rank: int, main: int, steps: list[HostStep], comm: r
     idle = of_events(events, window.start_ns, window.end_ns).idle
     gaps = _explain(idle, loading, events)
     shares = shares_of(events, gaps, window.start_ns, window.end_ns)
-    table = step_table(events, gaps, steps, window)
+    table = step_table(events, gaps, inner, window)
     phase = phases(trace.host, trace.names, events, on_gpu=False)
     return DeviceFacts(
         kind="cpu",
@@ -71,7 +73,7 @@ def cpu_facts(trace: Trace, rank: int, main: int, steps: list[HostStep], comm: r
         phase=phase,
         table=kernel_table(events, trace.names, window),
         by_kind=time_by_kind(events, window),
-        fragmentation=fragmentation(events, gaps, window, len(table.rows), events.klass == GpuClass.COMPUTE),
+        fragmentation=fragmentation(events, gaps, window, table, events.klass == GpuClass.COMPUTE),
         steps=table,
         collectives=_collectives(trace, rank, events),
         gaps=gaps,

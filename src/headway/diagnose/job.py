@@ -19,7 +19,7 @@ from headway.diagnose.hostwork import cpu_facts
 from headway.diagnose.nsight import is_sqlite, read_nsight
 from headway.diagnose.ranks import compare, with_stragglers
 from headway.diagnose.trace import Trace, read_trace
-from headway.diagnose.window import WINDOWS, host_steps, main_thread
+from headway.diagnose.window import WINDOWS, host_steps, main_thread, optimizer_steps
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,16 @@ def rank_facts(trace: Trace, comm: re.Pattern[str], options: Options) -> RankFac
     """The facts of one file, its rank read from the file or left to `number_ranks` (-1)."""
     rank, source = _rank_of(trace)
     steps, main = host_steps(trace), main_thread(trace)
+    inner = steps or optimizer_steps(trace)
     devices: list[DeviceFacts] = []
     if len(trace.gpu):
         linked, work = link(trace), HostWork(trace, main)
         devices = [
-            device_facts(trace, rank, device, linked, work, steps, comm, options.window)
+            device_facts(trace, rank, device, linked, work, steps, inner, comm, options.window)
             for device in np.unique(trace.gpu.device).tolist()
         ]
     else:
-        devices = [cpu_facts(trace, rank, main, steps, comm)]
+        devices = [cpu_facts(trace, rank, main, steps, inner, comm)]
     distributed = trace.metadata.get("distributedInfo")
     world = distributed.get("world_size") if isinstance(distributed, dict) else None
     return RankFacts(

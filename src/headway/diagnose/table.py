@@ -15,6 +15,7 @@ from headway.diagnose.facts import (
     GpuEvents,
     Int64,
     KernelRow,
+    Steps,
     Window,
 )
 
@@ -60,7 +61,7 @@ def time_by_kind(events: GpuEvents, window: Window) -> dict[str, int]:
     return {KINDS[kind]: int(sums[kind]) for kind in np.argsort(-sums, kind="stable").tolist() if sums[kind]}
 
 
-def fragmentation(events: GpuEvents, gaps: Gaps, window: Window, steps: int, is_kernel: np.ndarray) -> Fragmentation:
+def fragmentation(events: GpuEvents, gaps: Gaps, window: Window, steps: Steps, is_kernel: np.ndarray) -> Fragmentation:
     """`is_kernel` [N]: the event is a kernel, neither copy nor memset."""
     rows = np.flatnonzero((events.start >= window.start_ns) & (events.start <= window.end_ns))
     kernels = rows[is_kernel[rows]]
@@ -72,7 +73,7 @@ def fragmentation(events: GpuEvents, gaps: Gaps, window: Window, steps: int, is_
     launches, owned = np.unique(events.launch[rows][events.launch[rows] != NONE], return_counts=True)
     return Fragmentation(
         kernels=len(kernels),
-        kernels_per_step=len(kernels) / steps if steps else None,
+        kernels_per_step=_per_step(events.start[kernels], window, steps),
         median_ns=int(np.median(durations)) if len(durations) else 0,
         short_by_count=float(short.mean()) if len(durations) else 0.0,
         short_by_time=int(durations[short].sum()) / busy if busy else 0.0,
@@ -80,3 +81,13 @@ def fragmentation(events: GpuEvents, gaps: Gaps, window: Window, steps: int, is_
         unlinked=int((events.launch[rows] == NONE).sum()),
         graph_kernels=int(owned[owned > 1].sum()) if len(launches) else 0,
     )
+
+
+def _per_step(start: Int64, window: Window, steps: Steps) -> float | None:
+    """Kernels a step, of those inside the steps: a window of GPU events may hold more than them."""
+    if not steps.rows:
+        return None
+    whole = window.source == "steps"
+    first = window.start_ns if whole else steps.rows[0].start_ns
+    last = window.end_ns if whole else steps.rows[-1].end_ns
+    return int(((start >= first) & (start <= last)).sum()) / len(steps.rows)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,10 +27,72 @@ class HostStep:
 
 
 def host_steps(trace: Trace) -> list[HostStep]:
-    """Complete steps of the thread that has most of them, in time; doubles (one per thread or device) counted once."""
-    numbers = [number for number, name in enumerate(trace.names) if name.startswith(STEP_PREFIX)]
+    """Complete steps of the thread that has most of them, in time; doubles (one per thread or device) counted once.
+
+    `ProfilerStep#N`, else ranges that a loop calls so itself (`step 7`, `iteration_7`, NVTX or record_function).
+    """
+    for pattern in _STEP_NAMES:
+        if steps := _named_steps(trace, pattern):
+            return steps
+    return []
+
+
+_STEP_NAMES = (
+    re.compile(re.escape(STEP_PREFIX)),
+    re.compile(r"(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?)[ _#:=-]*\d+$", re.IGNORECASE),
+)
+
+
+def optimizer_steps(trace: Trace) -> list[HostStep]:
+    """Where no range says what a step is: from the end of one `Optimizer.step#` to the end of the next.
+
+    What lies before the first is a step too where as much was done in it as in a typical other one; else it was
+    recorded from its middle on.
+    """
     host = trace.host
+    numbers = [number for number, name in enumerate(trace.names) if name.startswith("Optimizer.step#")]
     rows = np.flatnonzero(np.isin(host.name, numbers) & (host.end > host.start))
+    if not len(rows):
+        return []
+    rows = rows[host.thread[rows] == host.thread[rows[0]]]
+    ends = host.end[rows]
+    if len(rows) > 2:
+        # Several optimizers of one step follow on each other's heels: hardly an operator lies between.
+        ops = host.start[host.kind == HostKind.OP]
+        between = np.searchsorted(ops, host.start[rows[1:]]) - np.searchsorted(ops, ends[:-1])
+        ends = ends[np.append(between > 0.05 * between.max(), True)]
+    done = np.diff(np.searchsorted(host.start, ends), prepend=0)
+    whole = len(done) == 1 or done[0] >= 0.8 * np.median(done[1:])
+    edges = np.append(host.start[0] - 1, ends) if whole else ends
+    name = trace.names[host.name[rows[0]]].partition("#")[0]
+    return [
+        HostStep(f"{name}#{number}", start, end)
+        for number, (start, end) in enumerate(itertools.pairwise(edges.tolist()), 1)
+    ]
+
+
+def on_device(steps: list[HostStep], trace: Trace, start: Int64, end: Int64, launch: Int64) -> list[HostStep]:
+    """Host steps in a device's time: each boundary moves to the end of the last event that was launched before it."""
+    if not steps or not len(start):
+        return []
+    launched = np.where(launch != NONE, at_rows(trace.host.start, launch), start)
+    order = np.argsort(launched, kind="stable")
+    until = np.maximum.accumulate(end[order])
+    edges = []
+    for boundary in [steps[0].start] + [step.end for step in steps]:
+        before = int(np.searchsorted(launched[order], boundary, "left"))
+        edges.append(int(until[before - 1]) if before else int(start.min()))
+    return [
+        HostStep(step.name, first, last)
+        for step, first, last in zip(steps, edges[:-1], edges[1:], strict=True)
+        if last > first
+    ]
+
+
+def _named_steps(trace: Trace, pattern: re.Pattern[str]) -> list[HostStep]:
+    numbers = [number for number, name in enumerate(trace.names) if pattern.match(name)]
+    host = trace.host
+    rows = np.flatnonzero(np.isin(host.name, numbers) & (host.end > host.start) & (host.kind != HostKind.RUNTIME))
     if not len(rows):
         return []
     threads, counts = np.unique(host.thread[rows], return_counts=True)

@@ -12,6 +12,7 @@ from headway.diagnose.view import ms
 
 NOTABLE = 0.02
 _JITTER = 3.0
+_HANDED_OVER, _SAME_CORES = 0.95, 0.5
 
 
 def find(case: Case) -> Iterator[Finding]:
@@ -24,18 +25,19 @@ def find(case: Case) -> Iterator[Finding]:
         return
     names = [name for name in view.rank.names if "DataLoader" in name][:2]
     seen = f" under {', '.join(names)}" if names else ""
-    yield data_finding(
-        waits, walls, view.wall_ns, waited, "idle.data", f"the device idles {ms(waited)}{seen} while the batch is made"
-    )
+    what = "device idles" if view.on_gpu else "loop waits"
+    text = f"the {what} {ms(waited)}{seen} while the batch is made"
+    yield data_finding(waits, walls, view.wall_ns, waited, "idle.data", text, view.on_gpu)
 
 
 def data_finding(
-    waits: Sequence[int], walls: Sequence[int], wall_ns: int, waited: int, claim: str, seen: str
+    waits: Sequence[int], walls: Sequence[int], wall_ns: int, waited: int, claim: str, seen: str, on_gpu: bool
 ) -> Finding:
     """Starvation or jitter, from the waits and lengths of steps (ns).
 
     Upper bound: all of the wait. Surely won: what one loader working ahead hides under the rest of the step,
-    min(wait, rest) step by step; for jitter a queue hides it all but the mean wait.
+    min(wait, rest) step by step, less a twentieth for handing batches over; where the loop computes on a CPU, half of
+    it, since a loader ahead may need the cores that compute.
     """
     typical, worst = float(np.median(waits)), max(waits)
     jitter = len(waits) >= 4 and worst > _JITTER * max(typical, 1e5) and typical < 0.5 * np.mean(waits)
@@ -49,7 +51,7 @@ def data_finding(
         name="data-jitter" if jitter else "data-starvation",
         title="loading is uneven: some batches come late" if jitter else "the step waits for data",
         claims={claim: waited},
-        lower_ns=min(waited, int(waited * hidden / total)),
+        lower_ns=min(waited, int((_HANDED_OVER if on_gpu else _SAME_CORES) * waited * hidden / total)),
         wall_ns=wall_ns,
         evidence=evidence,
         check="time the loader alone, without the model: batches a second against steps a second",

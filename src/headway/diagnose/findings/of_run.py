@@ -56,7 +56,8 @@ def _data(run: RunFacts) -> Iterator[Finding]:
     if waited >= DATA * run.wall_ns:
         waits = [line.account.get("data", 0) for line in run.steps]
         walls = [line.wall_ns for line in run.steps]
-        yield data_finding(waits, walls, run.wall_ns, waited, "data", f"{ms(waited)} of waiting for batches")
+        seen = f"{ms(waited)} of waiting for batches"
+        yield data_finding(waits, walls, run.wall_ns, waited, "data", seen, run.on_gpu)
 
 
 def _straggler(run: RunFacts) -> Iterator[Finding]:
