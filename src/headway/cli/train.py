@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import traceback
@@ -15,6 +16,7 @@ import typer
 if TYPE_CHECKING:
     from headway.account.events import Observer
     from headway.config.run import RunConfig
+    from headway.guard.hosts import HostList
     from headway.guard.ranks import RankEnv
     from headway.train.hook import HookPlace, StepHook
     from headway.watch.alerts import Alerts
@@ -70,10 +72,18 @@ def ranks_to_start(config: RunConfig) -> int:
     return config.parallel.local_ranks(gpus)
 
 
-def launch_supervised(config: RunConfig, ranks: int, argv: Sequence[str], hang_s: float = 5.0) -> int:
+def launch_supervised(
+    config: RunConfig,
+    ranks: int,
+    argv: Sequence[str],
+    hang_s: float = 5.0,
+    min_ranks: int | None = None,
+    hosts: HostList | None = None,
+) -> int:
     """Starts a command once per rank, under supervision. Data is prepared first, so that no rank waits in a
     collective for it."""
     from headway.account.run_clock import LAUNCHED_AT, process_age_ns
+    from headway.guard.hosts import HostList
     from headway.guard.ledger import Ledger
     from headway.guard.processes import Start, can_fork, in_child
     from headway.guard.supervisor import Supervisor
@@ -95,7 +105,23 @@ def launch_supervised(config: RunConfig, ranks: int, argv: Sequence[str], hang_s
         logs=folder.logs,
         env={**os.environ, LAUNCHED_AT: repr(launched_at)},
         hang_least_s=hang_s,
+        places=_places(config, ranks),
+        hosts=hosts or HostList(folder.root / "hosts.json"),
+        min_ranks=min_ranks,
+        fits=config.parallel.fits,
+        rank_files=folder.rank,
+        slow=config.health.slow_rank,
+        sharded=config.parallel.dims(ranks)[1] > 1,
     ).run()
+
+
+def _places(config: RunConfig, ranks: int) -> list[str]:
+    """A GPU can be taken out by itself; a CPU is its host."""
+    import torch
+
+    host = socket.gethostname()
+    on_gpu = config.device != "cpu" and torch.cuda.device_count() > 0
+    return [f"{host}/cuda:{rank}" if on_gpu else host for rank in range(ranks)]
 
 
 def _may_fork(config: RunConfig) -> bool:

@@ -16,3 +16,9 @@ class HealthConfig(Section):
         description="Optimizer steps between comparisons of the replicas' weights and optimizer state, bit for bit; "
         "they are compared before every checkpoint too, so that none is saved from a flipped bit. null for neither.",
     )
+    slow_rank: float | None = Field(
+        default=0.15,
+        gt=0,
+        description="How much slower than the others a rank must be to be named in the ledger, as a share of its own "
+        "work in a step; null to look for none.",
+    )

@@ -92,6 +92,10 @@ class ParallelConfig(Section):
             )
         return None
 
+    def fits(self, world: int) -> bool:
+        """Whether `world` ranks can fill the dimensions."""
+        return self._problem(world, "") is None
+
     def local_ranks(self, gpus: int) -> int:
         """Ranks to start on a machine with `gpus` visible GPUs (0 when training on CPU)."""
         if self.ranks is not None:

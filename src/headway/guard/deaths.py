@@ -17,6 +17,8 @@ SAME_DEATHS = 2
 STUCK = 3
 HANG, KILLED, OOM_KILL, FAILED, ELSEWHERE = "hang", "rank killed", "killed for memory", "rank failed", "host down"
 MISMATCH, CORRUPTION = "collective mismatch", "silent corruption"
+OF_THE_MACHINE = (HANG, KILLED, OOM_KILL, ELSEWHERE, CORRUPTION)
+"""Faults that are counted against the host; an exception or a wrong collective is the program's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def examine(ended: Ended, pulses: Mapping[int, Pulse], oom: OomCounter) -> Death
     told = ended.cause.message if ended.cause is not None else ""
     evidence = how_it_ended(ended.first, code, ended.cause)
     if code < 0 and not told:
-        return Death(KILLED, rank, step, phase, evidence, f"signal {-code}", begun, documents)
+        return Death(KILLED, rank, step, phase, evidence, f"signal {-code} of rank {rank}", begun, documents)
     fault = told.partition(":")[0] if told else FAILED
     if ended.cause is not None and ended.cause.collective:  # all ranks raise it: it says itself whose fault it is
         rank, evidence = ended.cause.rank, told

@@ -7,34 +7,39 @@ with 75, and so does the supervisor.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from headway.account.events import Incident
 from headway.account.run_clock import LOST
 from headway.guard import launch
-from headway.guard.beacon import STACK_SIGNAL, Pulse, read_pulse, stack_path
-from headway.guard.deaths import HANG, Death, Judgement, examine
-from headway.guard.generation import CLEAN, EXIT_USER, Ended, Place, Rank, Signals, Watched, run_generation, store
-from headway.guard.hang import Hang, HangJudge
+from headway.guard.beacon import stack_path
+from headway.guard.deaths import HANG, OF_THE_MACHINE, Death, Judgement, examine
+from headway.guard.generation import CLEAN, EXIT_USER, Ended, Place, Signals, run_generation, store
+from headway.guard.hang import HangJudge
+from headway.guard.hosts import HostList
 from headway.guard.ledger import Ledger
 from headway.guard.oom import OomCounter
 from headway.guard.processes import Start
 from headway.guard.signals import EXIT_PREEMPTED
+from headway.guard.straggler import StragglerWatch
+from headway.guard.watching import Lost, SlowRanks, Watch
 
 RESTART = "restarted from the newest verified checkpoint"
-_STACK_WAIT_S = 0.5
-_FRAMES = 3
 
 
 @dataclass
 class Supervisor:
-    """Runs `ranks` ranks of `start` until they are done. `ledger`: where deaths are written down."""
+    """Runs `ranks` ranks of `start` until they are done. `ledger`: where deaths are written down.
+
+    places: the host (or device) of every rank, by which incidents are counted; default this host for all. hosts: the
+    list of those; one that it excludes takes no further part, as long as `min_ranks` ranks remain and `fits` allows
+    their number. rank_files: where the ranks write their steps, to find slow ones (`slow`: how slow, as a share;
+    `sharded`: under FSDP).
+    """
 
     start: Start
     ranks: int
@@ -43,41 +48,68 @@ class Supervisor:
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     hang_least_s: float = 5.0
     judgement: Judgement = field(default_factory=Judgement)
+    places: Sequence[str] = ()
+    hosts: HostList | None = None
+    min_ranks: int | None = None
+    fits: Callable[[int], bool] = lambda ranks: True
+    rank_files: Callable[[int], Path] | None = None
+    slow: float | None = None
+    sharded: bool = False
 
     def run(self) -> int:
         """The exit code: 0, 75 when preempted with the state saved, 2 for a user's mistake, else of what failed."""
         base = launch.rankless(self.ranks, self.env)
         with launch.work_folder() as work, launch.received() as signals:
             generation = 0
-            lost: _Lost | None = None
+            lost: Lost | None = None
             while True:
+                team = self._team()
+                if team is None:
+                    launch.say(f"stopped: fewer than {self.min_ranks or self.ranks} ranks remain (hosts.json)")
+                    return 1
                 folder = work.path / f"g{generation:04d}"
                 folder.mkdir()
                 oom = OomCounter()
-                watch = _Watch(folder, self.ranks, HangJudge(least_s=self.hang_least_s), self.ledger, lost)
-                settings = base if lost is None else {**base, LOST: lost.to_json()}
+                watch = self._watch(folder, team, lost)
+                settings = {**base, **devices_of(team), **({LOST: lost.to_json()} if lost is not None else {})}
                 with store() as port:
-                    place = Place(self.ranks, self.ranks, port=port)
                     ended = run_generation(
-                        self.start, place, settings, self.logs, folder, signals,
+                        self.start, Place(len(team), len(team), port=port), settings, self.logs, folder, signals,
                         generation=generation, at_once=True, watch=watch,
                     )  # fmt: skip
-                code = self._final(ended, signals)
-                if code is not None:
-                    watch.settle()
-                    return code
                 pulses = watch.pulses()
                 watch.settle()
+                code = self._final(ended, signals)
+                if code is not None:
+                    return code
                 death = examine(ended, pulses, oom)
                 hopeless = self.judgement.hopeless(death, max((pulse.step for pulse in pulses.values()), default=0))
-                incident = self._write_down(death, folder, hopeless)
+                out = self._blame(death, team)
+                hopeless = None if out else hopeless  # without that host, it may well go on
+                incident = self._write_down(death, folder, hopeless, team, out)
                 if hopeless is not None:
                     launch.say(f"stopped: {hopeless}; the newest checkpoint is kept")
                     return _exit_code(ended)
-                lost = _Lost.of(incident, ended, pulses)
+                lost = Lost.of(incident, ended, pulses)
                 generation += 1
                 if signals.received:  # it came while nothing ran: all there is to save is saved
                     return EXIT_PREEMPTED
+
+    def _team(self) -> list[str] | None:
+        """The places that take part: without the excluded ones, as many as fit; None when they are too few."""
+        places = list(self.places) or [socket.gethostname()] * self.ranks
+        excluded = self.hosts.excluded() if self.hosts is not None else set()
+        able = [place for place in places if place not in excluded]
+        least = self.min_ranks or self.ranks
+        count = next((size for size in range(len(able), 0, -1) if size >= least and self.fits(size)), None)
+        return able[:count] if count is not None else None
+
+    def _watch(self, folder: Path, team: Sequence[str], lost: Lost | None) -> Watch:
+        slow = None
+        if self.slow is not None and self.rank_files is not None and len(team) > 1:
+            files = [self.rank_files(rank) for rank in range(len(team))]
+            slow = SlowRanks(files, StragglerWatch(self.slow, self.sharded), self.ledger, team)
+        return Watch(folder, len(team), HangJudge(least_s=self.hang_least_s), self.ledger, lost, slow)
 
     def _final(self, ended: Ended, signals: Signals) -> int | None:
         """The code of a generation after which none follows; None to judge its death."""
@@ -86,18 +118,34 @@ class Supervisor:
             return launch.verdict(ended, signals)
         return None
 
-    def _write_down(self, death: Death, folder: Path, hopeless: str | None) -> Incident:
-        link = self._keep_stack(death, folder)
+    def _write_down(
+        self, death: Death, folder: Path, hopeless: str | None, team: Sequence[str], out: str | None
+    ) -> Incident:
+        host = team[death.rank] if death.rank is not None else None
+        action = RESTART if hopeless is None else "stopped the run"
+        if out is not None:
+            action += f" without {out}"
         return self.ledger.record(
             death.fault,
             death.step,
             rank=death.rank,
+            host=host,
             phase=death.phase,
             evidence=death.evidence,
-            action=RESTART if hopeless is None else "stopped the run",
+            action=action,
             detect_s=death.detect_s,
-            link=link,
+            link=self._keep_stack(death, folder),
         )
+
+    def _blame(self, death: Death, team: Sequence[str]) -> str | None:
+        """Counts a fault of the machine against the host of its rank; the host, when that takes it out."""
+        if self.hosts is None or death.rank is None or death.fault not in OF_THE_MACHINE:
+            return None
+        host = team[death.rank]
+        left = [place for place in team if place != host]
+        enough = any(size >= (self.min_ranks or self.ranks) and self.fits(size) for size in range(1, len(left) + 1))
+        evidence = f"step {death.step}: {death.fault}: {death.evidence}"
+        return host if self.hosts.blame(host, evidence, may_exclude=enough) else None
 
     def _keep_stack(self, death: Death, folder: Path) -> str:
         """Keeps what a hung rank wrote of its threads; returns where, empty when it wrote nothing."""
@@ -109,116 +157,10 @@ class Supervisor:
         return f"{self.logs.name}/{kept.name}"
 
 
-@dataclass(frozen=True)
-class _Lost:
-    """What a death cost so far; the next generation's account begins where the dead one's ended."""
-
-    incident: Incident
-    told_ns: int
-    detected_ns: int
-    furthest: int
-    step_ns: int
-
-    @classmethod
-    def of(cls, incident: Incident, ended: Ended, pulses: Mapping[int, Pulse]) -> _Lost:
-        detected = round(ended.detected * 1e9)
-        zero = pulses.get(0)
-        return cls(
-            incident,
-            zero.told_ns if zero is not None and zero.told_ns else detected,
-            detected,
-            max((pulse.step for pulse in pulses.values()), default=0),
-            zero.median_ns() if zero is not None else 0,
-        )
-
-    def to_json(self) -> str:
-        return json.dumps({"told_ns": self.told_ns, "detected_ns": self.detected_ns})
-
-
-class _Watch:
-    """What the supervisor looks at while a generation runs: hangs, and when the loss of the last death is known."""
-
-    def __init__(self, folder: Path, ranks: int, judge: HangJudge, ledger: Ledger, lost: _Lost | None) -> None:
-        self._folder, self._ranks, self._judge, self._ledger, self._lost = folder, ranks, judge, ledger, lost
-
-    def pulses(self) -> dict[int, Pulse]:
-        found = {rank: read_pulse(self._folder, rank) for rank in range(self._ranks)}
-        return {rank: pulse for rank, pulse in found.items() if pulse is not None}
-
-    def __call__(self, alive: Sequence[Rank]) -> Watched | None:
-        pulses = self.pulses()
-        self._settle(pulses)
-        living = {rank.rank: pulses[rank.rank] for rank in alive if rank.rank in pulses}
-        if len(living) < self._ranks:  # some are still starting, or leaving
-            return None
-        hang = self._judge.judge(time.monotonic_ns(), living)
-        if hang is None:
-            return None
-        process = next(rank for rank in alive if rank.rank == hang.rank)
-        return Watched(hang.rank, with_stack(hang, self._folder, process))
-
-    def settle(self) -> None:
-        """The generation has ended: write down what the death before it had cost, if that is known by now."""
-        self._settle(self.pulses())
-
-    def _settle(self, pulses: Mapping[int, Pulse]) -> None:
-        zero = pulses.get(0)
-        if self._lost is None or zero is None or not zero.first_ns:
-            return
-        lost, self._lost = self._lost, None
-        steps = max(0, lost.furthest - zero.resumed_from)
-        recover_s = (zero.first_ns - lost.detected_ns) / 1e9
-        seconds = (zero.first_ns - lost.told_ns + steps * lost.step_ns) / 1e9
-        self._ledger.amend(lost.incident, steps_lost=steps, seconds_lost=seconds, recover_s=recover_s)
-
-
-def with_stack(hang: Hang, folder: Path, rank: Rank) -> Hang:
-    """The hang with what the rank's main thread was doing: from py-spy where it is, else written by the rank itself."""
-    if _state(rank.process.pid) == "T":
-        return replace(hang, evidence=f"{hang.evidence}; the process is stopped (SIGSTOP)")
-    frames = _frames(folder, rank)
-    told = f"{hang.evidence}; it is in {' < '.join(frames)}" if frames else hang.evidence
-    return replace(hang, evidence=told)
-
-
-def _frames(folder: Path, rank: Rank) -> list[str]:
-    path = stack_path(folder, rank.rank)
-    if not path.is_file():  # no handler is installed: the signal would kill it
-        return []
-    rank.send(STACK_SIGNAL)
-    deadline = time.monotonic() + _STACK_WAIT_S
-    text = ""
-    while time.monotonic() < deadline and "most recent call first" not in text.rpartition("Current thread")[2]:
-        time.sleep(0.02)
-        text = path.read_text(errors="replace")
-    text = text or _py_spy(rank.process.pid)
-    main = text.rpartition("Current thread")[2] or text
-    lines = [line.strip() for line in main.splitlines() if line.strip().startswith("File ")]
-    return [_short(line) for line in lines[:_FRAMES]]
-
-
-def _short(line: str) -> str:
-    # File "/…/torch/distributed/x.py", line 12 in f
-    path, _, rest = line.removeprefix('File "').partition('", line ')
-    number, _, function = rest.partition(" in ")
-    return f"{function} ({Path(path).name}:{number})"
-
-
-def _py_spy(pid: int) -> str:
-    try:
-        done = subprocess.run(
-            ["py-spy", "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=5
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
+def devices_of(team: Sequence[str]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for places that name a device ("host/cuda:3"); nothing for others."""
+    devices = [place.rpartition("/cuda:")[2] for place in team if "/cuda:" in place]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
 
 
 def _exit_code(ended: Ended) -> int:

@@ -8,6 +8,8 @@ import time
 
 from headway.bench.faults.case import Case
 from headway.bench.faults.small_run import Strike, train_small, twin
+from headway.guard.hosts import HostList
+from headway.guard.oom import OomCounter
 
 
 def row_01(case: Case) -> None:
@@ -45,6 +47,68 @@ def row_05(case: Case) -> None:
         case.expect(incident.rank == victim, f"rank {victim} is named, not {incident.rank}")
         case.expect("SIGSTOP" in incident.evidence and bool(incident.phase), "the evidence says stopped, and where")
         case.from_incident(incident)
+
+
+def row_06(case: Case) -> None:
+    """A slow rank is named with the phase it is slow in, within 20 steps; nothing is restarted for it."""
+    victim = case.dice.randrange(2)
+    overrides = ("parallel.replicate=2", "parallel.fsdp=1", "train.steps=45", "checkpoint.every=null")
+
+    def fault(at: Strike) -> None:
+        if at.rank == victim and at.step == 3:
+            at.run.learner.replicas.module.register_forward_pre_hook(lambda *_: time.sleep(0.1))
+
+    run = train_small(case, "slow", fault, *overrides, slow=0.15)
+    case.expect(run.code == 0, f"exit code 0, not {run.code}")
+    case.expect(len(run.history.sessions) == 1, "no restart")
+    slow = [incident for incident in run.incidents if incident.fault == "slow rank"]
+    case.expect(bool(slow) and all(incident.rank == victim for incident in slow), f"rank {victim}, not {slow}")
+    for incident in slow[:1]:
+        case.expect(incident.phase == "compute.forward", f"slow in compute.forward, not {incident.phase}")
+        case.expect(incident.step <= 3 + 20, f"named within 20 steps, not in step {incident.step}")
+    case.measured(steps_lost=0)
+
+
+def row_28(case: Case) -> None:
+    """A host dies again and again: it is taken out, the run goes on with fewer ranks and the same global batch."""
+    step = case.dice.randint(5, 6)
+
+    def fault(at: Strike) -> None:
+        lost = [2, 3][: at.run.session_start.world_size - 2]  # the ranks of the second host while it takes part
+        if at.rank in lost and (at.generation, at.step) in ((0, step), (1, step + 3)):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    hosts = HostList(case.folder / "hosts.json", limit=2)
+    overrides = ("train.global_batch_sequences=8",)
+    run = train_small(
+        case, "lost", fault, *overrides, ranks=4, places=["one", "one", "two", "two"], hosts=hosts, min_ranks=2
+    )
+    case.expect(run.code == 0, f"exit code 0, not {run.code}")
+    case.expect(run.faults() == ["rank killed"] * 2, f"two incidents, each the whole host, not {run.faults()}")
+    case.expect([item.host for item in run.incidents] == ["two", "two"], "both are counted against the host")
+    worlds = [session.start.world_size for session in run.history.sessions]
+    case.expect(worlds == [4, 4, 2], f"4 ranks, 4 again, then 2, not {worlds}")
+    case.expect(HostList(hosts.path).excluded() == {"two"}, "the list keeps it excluded")
+    whole = twin(case, *overrides, ranks=4).history.kept
+    same = all(
+        (one.tokens, one.trained_tokens, one.documents) == (two.tokens, two.trained_tokens, two.documents)
+        and abs((one.loss or 0) - (two.loss or 0)) < 1e-4
+        for one, two in zip(run.history.kept, whole, strict=True)
+    )
+    case.expect(same, "the same documents in every step, and the loss within rounding")
+    for incident in run.incidents[-1:]:
+        case.from_incident(incident)
+    _oom_is_told_apart(case)
+
+
+def _oom_is_told_apart(case: Case) -> None:
+    group = case.folder / "cgroup"
+    group.mkdir()
+    (group / "memory.events").write_text("oom_kill 4\n")
+    counter = OomCounter(group, case.folder / "none")
+    case.expect(counter.new_kills() == 0, "an OOM kill before the start is not this one's")
+    (group / "memory.events").write_text("oom_kill 5\n")
+    case.expect(counter.new_kills() == 1, "137 with an oom_kill event is told from a plain kill")
 
 
 def row_18(case: Case) -> None:

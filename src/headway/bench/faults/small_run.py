@@ -98,6 +98,7 @@ def train_small(
 
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean["OMP_NUM_THREADS"] = "1"
+    supervisor.setdefault("rank_files", folder.rank)
     code = Supervisor(Start([], entry=entry), ranks, Ledger(folder.incidents), folder.logs, clean, **supervisor).run()
     return SmallRun(code, folder)
 

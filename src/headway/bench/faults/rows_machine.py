@@ -1,0 +1,81 @@
+"""Rows about data readers and the network."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import time
+from typing import Any
+
+from headway.bench.faults.case import Case, Skipped
+from headway.bench.faults.small_run import Strike, step_times, train_small, twin
+
+_CLONE_NEWNET = 0x40000000
+_PARTITION_S = 2.0
+
+
+def row_27(case: Case) -> None:
+    """A data reader fails, then is slow: both are told as data's, and no document comes twice or never."""
+    step, victim = case.dice.randint(4, 8), case.dice.randrange(2)
+
+    def fault(at: Strike) -> None:
+        if (at.rank, at.step) == (victim, step) and at.once("reader"):
+            _break(at.run.supply, slow_s=1.6)
+
+    run = train_small(case, "reader", fault, "data.prefetch=1")
+    case.expect(run.code == 0, f"exit code 0, not {run.code}")
+    case.expect(run.losses() == twin(case, "data.prefetch=1").losses(), "losses hex-equal to the twin's")
+    case.expect(run.faults()[:1] == ["data reader failed"], f"the failure is the data reader's, not {run.faults()}")
+    case.expect("slow data" in run.faults(), f"slowness is told too: {run.faults()}")
+    case.expect(all(item.rank == victim for item in run.incidents), "the rank is named")
+    case.expect(len(run.history.sessions) == 1, "no rank was restarted")
+    for incident in run.incidents[:1]:
+        case.expect("started again at document" in incident.action, "the ledger says where it went on")
+        case.measured(recover_s=incident.seconds_lost, steps_lost=0)
+
+
+def _break(supply: Any, slow_s: float) -> None:
+    """The next read fails as a network disk's does; the one after it takes long."""
+    stream = supply._feeder._stream
+    real, calls = stream.global_batch, []
+
+    def broken(position: Any) -> Any:
+        calls.append(position)
+        if len(calls) == 1:
+            raise OSError(121, "Remote I/O error (planted)")
+        if len(calls) == 4:
+            time.sleep(slow_s)
+        return real(position)
+
+    # The stream is frozen, and shared by the reader that is started again.
+    object.__setattr__(stream, "global_batch", broken)
+
+
+def row_29(case: Case) -> None:
+    """The network between the ranks is gone for two seconds: it heals under the timeout, no restart, hex-equal.
+
+    Needs the privilege to make a network namespace.
+    """
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare"))):
+        raise Skipped("needs root, ip and unshare to make a network namespace")
+    if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
+        raise Skipped("needs the privilege to make a network namespace")
+    overrides = ("train.steps=6",)
+    undisturbed = twin(case, *overrides).losses()
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
+        raise Skipped("needs the privilege to make a network namespace")
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+
+    def fault(at: Strike) -> None:
+        if at.rank == 0 and at.step == 4 and at.once("partition"):
+            subprocess.Popen(["sh", "-c", f"ip link set lo down; sleep {_PARTITION_S}; ip link set lo up"])
+
+    run = train_small(case, "partition", fault, *overrides, hang_least_s=20.0)
+    case.expect(run.code == 0, f"exit code 0, not {run.code}")
+    case.expect(run.incidents == [] and len(run.history.sessions) == 1, f"it heals without a restart: {run.faults()}")
+    case.expect(run.losses() == undisturbed, "losses hex-equal to the twin's")
+    longest = max(step_times(run.history)[3:])
+    case.expect(longest > _PARTITION_S / 2, f"the partition was felt (longest step {longest:.2f} s)")
+    case.measured(recover_s=longest, steps_lost=0)
