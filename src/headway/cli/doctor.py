@@ -15,15 +15,25 @@ _MARKS = {"good": "✓", "note": "·", "bad": "✗"}
 
 def doctor(
     out: Annotated[Path, typer.Option(help="Where runs would be written.")] = Path("runs"),
+    node: Annotated[
+        bool, typer.Option("--node", help="Instead put the machine to the test: exact matmuls, memory patterns, links.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(help="With --node: seconds of matmul on each device.")] = 5.0,
+    memory_mib: Annotated[int, typer.Option(help="With --node: memory to test on each device, MiB.", min=1)] = 256,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check versions, devices, exact arithmetic, disk and peak. Exit code 1 when training would fail or be wrong.
 
-    Example: headway doctor
+    Example: headway doctor --node
     """
     from headway.guard.doctor import examine
 
-    findings = [*examine(out), _peak()]
+    if node:
+        from headway.guard.node_check import examine_node
+
+        findings = examine_node(seconds, memory_mib << 20)
+    else:
+        findings = [*examine(out), _peak()]
     if json:
         print_json([asdict(item) for item in findings])
     else:
