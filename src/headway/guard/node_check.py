@@ -68,17 +68,17 @@ def check_memory(device: torch.device, size: int, spoil: Callable[[Tensor], None
     for pattern in _PATTERNS:
         value = int.from_bytes(bytes([pattern]) * 8, "little", signed=True)
         words.fill_(value)
-        _read_back(words, spoil, lambda value=value: value)
+        _read_back(words, spoil, value)
     addresses = torch.arange(len(words), dtype=torch.int64, device=device)
     words.copy_(addresses)  # an address line that is stuck shows only where each place holds another value
-    _read_back(words, spoil, lambda: addresses)
+    _read_back(words, spoil, addresses)
     return f"{size >> 20} MiB held {len(_PATTERNS)} patterns and their own addresses"
 
 
-def _read_back(words: Tensor, spoil: Callable[[Tensor], None] | None, expected: Callable[[], int | Tensor]) -> None:
+def _read_back(words: Tensor, spoil: Callable[[Tensor], None] | None, expected: int | Tensor) -> None:
     if spoil is not None:
         spoil(words)
-    wrong = int((words != expected()).sum())
+    wrong = int((words != expected).sum())
     if wrong:
         raise ValueError(f"{wrong} of {len(words)} words are not what was written")
 
