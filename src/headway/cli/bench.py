@@ -165,6 +165,9 @@ def faults(
     campaign: Annotated[Path | None, typer.Option(help="A campaign (JSON); default: the whole catalogue.")] = None,
     rows: Annotated[str, typer.Option(help="Only these rows, e.g. 1,5,34.")] = "",
     repeat: Annotated[int, typer.Option(help="Runs of each row, each with its own seed.", min=1)] = 1,
+    kills: Annotated[
+        int, typer.Option(help="Instead of the rows: so many kill -9 at random moments of one training.", min=0)
+    ] = 0,
     scratch: Annotated[Path | None, typer.Option(help="Folder to keep what the runs leave (default: removed).")] = None,
     json: Json = False,
 ) -> int:
@@ -175,7 +178,12 @@ def faults(
     Example: headway bench faults --rows 1,5 --repeat 10
     """
     from headway.account.errors import UserError
-    from headway.bench.faults.campaign import HEADER, MANIFEST, line, read_manifest, run_campaign
+    from headway.bench.faults.campaign import HEADER, MANIFEST, line, read_manifest, run_campaign, run_storm
+
+    if kills:
+        storm = run_storm(kills, scratch)
+        print_json(storm.record()) if json else print("\n".join(storm.lines()))
+        return 0 if storm.right else 1
 
     wanted = [text for text in rows.split(",") if text.strip()]
     if not all(text.strip().isdigit() for text in wanted):

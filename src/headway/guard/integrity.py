@@ -17,7 +17,6 @@ from headway.guard.process_group import control
 from headway.guard.tree import Tree, flatten
 
 _MODULUS = 1 << 64
-_VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _OfRanks(Exception):
@@ -51,8 +50,15 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
 
 def _sum(tensor: Tensor) -> Tensor:
+    """Of 8-byte words, which need no conversion (a sum of narrower ones with a wider result copies first), and of the
+    bytes that are left over."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(_VIEWS[flat.element_size()] if not flat.is_complex() else torch.int32).sum(dtype=torch.int64)
+    raw = flat.view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    if raw.storage_offset() % 8:  # a word must lie where words lie
+        raw = raw.clone()
+    words = raw[:whole].view(torch.int64).sum()
+    return words if whole == raw.numel() else words + raw[whole:].sum(dtype=torch.int64)
 
 
 def state_tensors(state: Tree) -> list[Tensor]:

@@ -18,11 +18,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from headway.account.errors import UserError
 from headway.bench import faults
 from headway.bench.faults.case import Case, Result, Skipped
+
+if TYPE_CHECKING:
+    from headway.bench.faults.storm import Storm
 
 MANIFEST = Path(__file__).with_name("campaign.json")
 _WATCHDOG_S = 600.0
@@ -131,6 +134,31 @@ def run_campaign(
                 if tell is not None:
                     tell(result)
     return results
+
+
+def run_storm(kills: int, scratch: Path | None = None, seed: int = 1) -> Storm:
+    """Kills one training again and again, in a process of its own that may fork the ranks."""
+    from headway.bench.faults.material import make_material
+    from headway.bench.faults.storm import kill_again_and_again
+
+    with _scratch(scratch) as folder:
+        material = make_material(folder / "material")
+        told = folder / "storm.pickle"
+
+        def main() -> None:
+            log = os.open(folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, 2)
+            (folder / "storm").mkdir(exist_ok=True)
+            told.write_bytes(pickle.dumps(kill_again_and_again(kills, seed, folder / "storm", material)))
+            os._exit(0)
+
+        process = multiprocessing.get_context("fork").Process(target=main)
+        process.start()
+        process.join()
+        if not told.is_file():
+            raise UserError(f"the training did not come to its end; its output is in {folder / 'log.txt'}")
+        found: Storm = pickle.loads(told.read_bytes())
+        return found
 
 
 @contextlib.contextmanager
