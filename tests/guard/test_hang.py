@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch.distributed as dist
+from guard_helpers import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway.guard.beacon import Beacon, Pulse, beacon_path, read_pulse
+from headway.guard import process_group
+from headway.guard.beacon import Beacon, Pulse, beacon_path, collectives_entered, read_pulse
 from headway.guard.hang import HangJudge
 from headway.guard.oom import OomCounter
 
@@ -70,6 +73,17 @@ def test_heavy_tails_are_no_hang(factors: list[float], ranks: int) -> None:
             }
             assert judge.judge(round((now + 0.25 * tick) * S), seen) is None
         now += factor
+
+
+def _counts_without_a_control_group(rank: int) -> tuple[int, bool]:
+    process_group._control = None  # as between the two steps of joining; the beacon's thread must not join for us
+    before = len(dist.distributed_c10d._world.pg_map)
+    return collectives_entered(), len(dist.distributed_c10d._world.pg_map) == before
+
+
+def test_counting_collectives_never_makes_a_group() -> None:
+    """It did, once in ninety restarts: the beacon's thread and the main thread made the same group, and both hung."""
+    assert [outcome.value for outcome in run_ranks(2, _counts_without_a_control_group, timeout=20)] == [(0, True)] * 2
 
 
 def test_a_beacon_is_read_from_outside(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from headway.guard.process_group import control_group
+from headway.guard.process_group import existing_control_group
 
 VARIABLE = "HEADWAY_BEACONS"
 """The folder that the supervisor made for its ranks' beacons; without a supervisor nobody reads them."""
@@ -193,7 +193,9 @@ def collectives_entered() -> int:
     """
     if not dist.is_available() or not dist.is_initialized():
         return 0
-    apart = control_group()
+    apart = existing_control_group()
+    if apart is None:  # still being set up, and never from here: another thread would enter the same collective
+        return 0
     total = 0
     for group in list(dist.distributed_c10d._world.pg_map):
         if group is not apart:

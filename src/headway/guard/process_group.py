@@ -72,6 +72,11 @@ def control_group(timeout_s: float = 1800.0) -> dist.ProcessGroup | None:
     return _control[1]
 
 
+def existing_control_group() -> dist.ProcessGroup | None:
+    """The control group if it has been made; makes none, so that any thread may ask at any time."""
+    return None if _control is None else _control[1]
+
+
 def control() -> Control:
     """The ranks' control channel (this process alone, without a process group)."""
     return Control(control_group())
