@@ -143,7 +143,7 @@ def test_nothing_but_the_logits_is_kept_for_backward():
 def test_per_document_sums_equal_each_document_alone(lengths, seed):
     logits, labels = random_case(sum(lengths), 13, seed)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    sums, counts = per_document_nll(logits[None], labels[None], bounds)
+    sums, counts = per_document_nll(loss_sum(logits[None], labels[None]).each, labels[None], bounds)
     assert sums.shape == counts.shape == (len(lengths),) and not sums.requires_grad
     for nll, count, x, y in zip(sums, counts, logits.split(lengths), labels.split(lengths), strict=True):
         _, expected, tokens, _ = reference(x, y, 0.0, 0.0)

@@ -68,7 +68,7 @@ def make(reporter: Reporter, step: int, values: tuple[float, float, float, float
         documents=1,
         micro_batches=1,
         flops=Flops(useful=10, padding=4),
-        scalars=Scalars(torch.tensor(values)) if values is not None else None,
+        scalars=Scalars(torch.tensor([*values, math.nan, values[3], *[math.nan] * 3])) if values is not None else None,
     )
     reporter.launched(facts)
     reporter.clock.end_step()

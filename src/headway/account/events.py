@@ -189,7 +189,11 @@ class Incident(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
-    """One document set aside: a line of quarantine.jsonl."""
+    """One document set aside: a line of quarantine.jsonl.
+
+    store: the fingerprint of its data source, number: which source it was. epoch, position: of the batch in which it
+    was found. reason "released" takes an earlier line back.
+    """
 
     store: str
     document: int
@@ -200,6 +204,9 @@ class Quarantined(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     loss: float | None = None
     excerpt: str = ""
+    number: int = -1
+    epoch: int = 0
+    position: int = 0
 
 
 class Observer(Protocol):

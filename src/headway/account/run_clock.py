@@ -105,6 +105,11 @@ class RunClock:
         elif len(self._step_sample) < _WARM_UP_SAMPLE:
             self._step_sample.append(productive)
 
+    def lose(self, wall_ns: int) -> None:
+        """Steps of this much time were rolled back: rework, where they counted as productive."""
+        self._parts["productive"] = self._parts.get("productive", 0) - wall_ns
+        self._parts["rework"] = self._parts.get("rework", 0) + wall_ns
+
     def parts(self) -> dict[str, int]:
         """The session so far, `unaccounted` left out; warm-up is what the first step took over the median step."""
         parts = dict(self._parts)

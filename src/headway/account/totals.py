@@ -31,6 +31,9 @@ class Totals(msgspec.Struct, kw_only=True):
         self.step_wall_ns += line.wall_ns
         self.flops = self.flops + line.flops
 
+    def copy(self) -> Totals:
+        return msgspec.structs.replace(self)
+
     def to_dict(self) -> dict[str, Any]:
         return msgspec.to_builtins(self)
 

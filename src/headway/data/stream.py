@@ -75,9 +75,11 @@ class Stream:
         options: StreamOptions,
         *,
         quarantine: Mapping[tuple[int, int], int] | None = None,
+        released: Mapping[tuple[int, int], int] | None = None,
         plans: PlanCache | None = None,
     ) -> None:
-        """``quarantine``: (store, document) -> the epoch in which it was set aside.
+        """``quarantine``: (store, document) -> the epoch in which it was set aside. ``released``: those that came back,
+        -> the last epoch that does without them.
 
         Raises UserError for options that make no sense and for documents that do not exist.
         """
@@ -85,8 +87,9 @@ class Stream:
         self.view = view
         self.options = options
         self.quarantine = dict(quarantine or {})
+        self.released = {document: epoch for document, epoch in (released or {}).items() if document in self.quarantine}
         self._aside = {view.raw_id(store, doc): epoch for (store, doc), epoch in self.quarantine.items()}
-        self._masked = np.array(sorted(self._aside), dtype=np.int64)
+        self._back = {view.raw_id(store, doc): epoch for (store, doc), epoch in self.released.items()}
         self._plans = plans or PlanCache()
         self._builder = BatchBuilder(view)
 
@@ -97,7 +100,14 @@ class Stream:
         planned without them. Raises UserError for a document that does not exist.
         """
         added = {document: min(epoch, self.quarantine.get(document, epoch)) for document in documents}
-        return Stream(self.view, self.options, quarantine=self.quarantine | added, plans=self._plans)
+        back = {document: last for document, last in self.released.items() if document not in added}
+        return Stream(self.view, self.options, quarantine=self.quarantine | added, released=back, plans=self._plans)
+
+    def setting_aside(
+        self, quarantine: Mapping[tuple[int, int], int], released: Mapping[tuple[int, int], int] | None = None
+    ) -> Stream:
+        """This stream with exactly these documents set aside, as the constructor takes them."""
+        return Stream(self.view, self.options, quarantine=quarantine, released=released, plans=self._plans)
 
     def global_batch(self, position: Position) -> GlobalBatch:
         """The global batch that starts at ``position``; the last one of an epoch may be smaller.
@@ -118,7 +128,7 @@ class Stream:
         last = min(first + self.options.sequences_per_step, plan.sequences)
         stop = int(plan.offsets[last])
         pieces = plan.order[position.documents : stop]
-        masked = np.isin(self.view.pieces.raw[pieces], self._masked)
+        masked = np.isin(self.view.pieces.raw[pieces], self._set_aside(position.epoch, masked=True))
         micro = self._micro(pieces, masked, plan.offsets[first : last + 1] - position.documents)
         real = pieces[~masked]
         lengths = self.view.pieces.length[real]
@@ -144,8 +154,16 @@ class Stream:
 
     def plan(self, epoch: int) -> EpochPlan:
         """The plan of an epoch, made when first asked for; two are kept. Raises UserError if the epoch is empty."""
-        left_out = frozenset(raw for raw, since in self._aside.items() if since < epoch)
+        left_out = frozenset(self._set_aside(epoch, masked=False))
         return self._plans.get(epoch, left_out, lambda: self._make_plan(epoch, left_out))
+
+    def _set_aside(self, epoch: int, *, masked: bool) -> list[int]:
+        """Raw documents that an epoch has as padding, or (not `masked`) is planned without."""
+        return sorted(
+            raw
+            for raw, since in self._aside.items()
+            if (epoch <= since) is masked and not epoch > self._back.get(raw, epoch)
+        )
 
     def steps_in_epoch(self, epoch: int) -> int:
         """Global batches of an epoch, the smaller last one included."""

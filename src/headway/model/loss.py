@@ -21,6 +21,8 @@ class LossSum(NamedTuple):
     loss: Tensor  # float32 [], what is differentiated: cross entropy (smoothed) + z-loss
     nll_sum: Tensor  # float32 [], detached: the plain cross entropy alone, comparable between all settings
     tokens: Tensor  # int64 [], trained tokens; on the device, so that reading it is the caller's sync
+    each: Tensor | None = None  # float32 [slots], detached: every slot's nll, 0 without a label; None where a kernel
+    # sums inside
 
 
 def loss_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> LossSum:
@@ -36,22 +38,21 @@ def loss_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0, label_smoot
     if logits.shape[:-1] != labels.shape:
         raise ValueError(f"logits {tuple(logits.shape)} do not fit labels {tuple(labels.shape)}")
     flat, flat_labels = logits.flatten(0, -2), labels.flatten()
-    loss, nll = _CrossEntropySum.apply(flat, flat_labels, z_loss, label_smoothing)
-    return LossSum(loss, nll.detach(), (flat_labels != IGNORE).sum())
+    loss, nll, each = _CrossEntropySum.apply(flat, flat_labels, z_loss, label_smoothing)
+    return LossSum(loss, nll.detach(), (flat_labels != IGNORE).sum(), each.detach())
 
 
-def per_document_nll(logits: Tensor, labels: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """(float32 [D] sum of cross entropy, int64 [D] trained tokens) of each document of a pack, without gradient.
+def per_document_nll(each: Tensor, labels: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """(float32 [D] sum of cross entropy, float32 [D] trained tokens) of each document of a micro-batch.
 
-    logits [..., V] and labels [...] over the slots that cu_seqlens int32 [D + 1] divides.
+    each float32 [slots] from `LossSum`, labels [...] over the slots that cu_seqlens int32 [D + 1] divides. The order of
+    the sum is fixed, so that it is the same bits on every run, and nothing waits for the device.
     """
-    flat, flat_labels = logits.detach().flatten(0, -2), labels.flatten()
-    nll = torch.cat([_terms(*chunk).nll for chunk in _chunks(flat, flat_labels)])
-    slots = torch.arange(len(flat_labels), device=cu_seqlens.device)
-    document = torch.bucketize(slots, cu_seqlens[1:], right=True)
-    sums = nll.new_zeros(len(cu_seqlens) - 1).index_add_(0, document, nll)
-    counts = flat_labels.new_zeros(len(cu_seqlens) - 1).index_add_(0, document, (flat_labels != IGNORE).long())
-    return sums, counts
+    sizes = cu_seqlens.diff().long()
+    trained = (labels.flatten() != IGNORE).to(each.dtype)
+    both = torch.stack([each, trained], dim=1)
+    sums = torch.segment_reduce(both, "sum", lengths=sizes, axis=0, unsafe=True)
+    return sums[:, 0], sums[:, 1]
 
 
 class _Terms(NamedTuple):
@@ -92,20 +93,23 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         loss = torch.zeros((), dtype=_wide(logits), device=logits.device)
         nll = torch.zeros_like(loss)
+        each = []
         for chunk in _chunks(logits, labels):
             terms = _terms(*chunk)
+            each.append(terms.nll)
             nll += terms.nll.sum()
             loss += _objective(terms, z_loss, label_smoothing).sum()
         ctx.save_for_backward(logits, labels)
         ctx.coefficients = z_loss, label_smoothing
-        ctx.mark_non_differentiable(nll)
-        return loss, nll
+        slots = torch.cat(each)
+        ctx.mark_non_differentiable(nll, slots)
+        return loss, nll, slots
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _grad_nll: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels = ctx.saved_tensors
         grad = torch.empty_like(logits)
         for (chunk, target), out in zip(_chunks(logits, labels), grad.split(_chunk_rows(logits)), strict=True):

@@ -87,6 +87,10 @@ class StepClock:
             self._closed.append((self._segments, time.monotonic_ns() - self._host_start))
             self._open = False
 
+    def abandon(self) -> None:
+        """Drops the open step: what it began will not be a step."""
+        self._open = False
+
     @contextmanager
     def phase(self, path: str) -> Iterator[None]:
         """Claims the time inside for `path`; must lie inside a step. Between steps it measures nothing."""

@@ -23,10 +23,15 @@ class LossScale:
         self.value: Tensor = torch.full((), _FIRST, device=device)
         self._good_steps: Tensor = torch.zeros((), dtype=torch.int32, device=device)
 
-    def update(self, finite: Tensor) -> None:
-        """After a step; `finite` is the boolean scalar that decided on the update."""
+    def update(self, finite: Tensor, held: Tensor | None = None) -> None:
+        """After a step; `finite` is the boolean scalar that decided on the update. A step that was `held` back is made
+        again and leaves the scale as it was."""
+        before = self.value.clone(), self._good_steps.clone()
         overflow = (~finite).float()
         torch._amp_update_scale_(self.value, self._good_steps, overflow, _GROWTH, _BACKOFF, _AFTER)
+        if held is not None:
+            for now, then in zip((self.value, self._good_steps), before, strict=True):
+                now.copy_(torch.where(held, then, now))
 
     def state(self) -> dict[str, Any]:
         """Exact, as plain numbers; waits for the device."""

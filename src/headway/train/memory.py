@@ -54,12 +54,12 @@ class Fit:
         """
         while True:
             began = time.perf_counter()
-            random = _random_state()
+            random = random_state()
             try:
                 return work([part for batch in micro_batches for part in split_batch(batch, self.parts)])
             except OutOfMemory as short:
                 evidence = str(short)
-            _set_random_state(random)
+            set_random_state(random)
             self._go_further(evidence, micro_batches, time.perf_counter() - began)
 
     def _go_further(self, evidence: str, micro_batches: Sequence[Batch], seconds: float) -> None:
@@ -83,19 +83,19 @@ class Fit:
 @contextmanager
 def keep_random_state() -> Iterator[None]:
     """Afterwards torch's generators of this rank's devices are as they were."""
-    state = _random_state()
+    state = random_state()
     try:
         yield
     finally:
-        _set_random_state(state)
+        set_random_state(state)
 
 
-def _random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
+def random_state() -> tuple[torch.Tensor, torch.Tensor | None]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
     return torch.get_rng_state(), cuda
 
 
-def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+def set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])

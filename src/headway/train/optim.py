@@ -21,11 +21,13 @@ class Optimizers:
 
     Attributes:
         items: the optimizers; every parameter that trains is in exactly one.
+        lr: the first group's rate, as last set.
         skips_on_device: whether they can skip a step by a device flag (fused AdamW's found_inf), without a host sync.
     """
 
     items: list[torch.optim.Optimizer]
     skips_on_device: bool
+    lr: float = field(init=False, default=0.0)
     _base_lr: list[list[float]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -39,7 +41,8 @@ class Optimizers:
                     group["lr"].fill_(lr * factor)  # torchao compiles its step around this tensor
                 else:
                     group["lr"] = lr * factor
-        return float(self.items[0].param_groups[0]["lr"])
+        self.lr = float(self.items[0].param_groups[0]["lr"])
+        return self.lr
 
     def zero_grad(self) -> None:
         for item in self.items:
@@ -119,6 +122,35 @@ _BUILDERS: dict[str, Callable[[nn.Module, list[dict[str, Any]], OptimConfig], Op
 }
 
 
+@dataclass(frozen=True)
+class GradientNorms:
+    """Of the gradients as they lie there. total: float32 scalar over all ranks; each: float32 [P], of this rank's shard
+    of every gradient."""
+
+    total: Tensor
+    each: Tensor
+    grads: list[Tensor]
+
+
+def gradient_norms(module: nn.Module) -> GradientNorms:
+    """The global norm and every parameter's own, in one pass. Sharded and whole parameters may be mixed (FSDP with
+    LoRA): each kind has its own norm, and they are combined."""
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    sharded: list[Tensor] = [grad for grad in grads if isinstance(grad, DTensor)]
+    kinds = [sharded, [grad for grad in grads if not isinstance(grad, DTensor)]]
+    norms = [torch._foreach_norm(some) for some in kinds if some]
+    totals = [_whole(torch.linalg.vector_norm(torch.stack(some))).float() for some in norms]
+    each = torch.stack([_local(norm).float() for some in norms for norm in some])
+    return GradientNorms(torch.linalg.vector_norm(torch.stack(totals)), each, [g for some in kinds for g in some])
+
+
+def gradient_names(module: nn.Module) -> list[str]:
+    """Names of the parameters that have a gradient, in the order of `GradientNorms.each`."""
+    named = [(name, p.grad) for name, p in module.named_parameters() if p.grad is not None]
+    sharded = [name for name, grad in named if isinstance(grad, DTensor)]
+    return sharded + [name for name, grad in named if not isinstance(grad, DTensor)]
+
+
 def clip_gradients(
     module: nn.Module, clip_norm: float | None, loss_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -127,15 +159,15 @@ def clip_gradients(
     With a loss scale, gradients and norm are divided by it first.
 
     Gradients are scaled by clip_norm / norm where the norm is larger. A non-finite gradient anywhere makes the norm
-    non-finite, so this one scalar is the finite check. Sharded and whole parameters may be mixed (FSDP with LoRA):
-    each kind has its own norm, and they are combined.
+    non-finite, so this one scalar is the finite check.
     """
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
-    sharded = [grad for grad in grads if isinstance(grad, DTensor)]
-    whole = [grad for grad in grads if not isinstance(grad, DTensor)]
-    norms = [_whole(torch.nn.utils.get_total_norm(some)).float() for some in (sharded, whole) if some]
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    factor = None
+    total = scale_gradients(gradient_norms(module), clip_norm, loss_scale)
+    return total, torch.isfinite(total)
+
+
+def scale_gradients(norms: GradientNorms, clip_norm: float | None, loss_scale: Tensor | None) -> Tensor:
+    """Clips and unscales in place; returns the norm before clipping, unscaled."""
+    total, factor = norms.total, None
     if loss_scale is not None:
         factor = 1 / loss_scale
         total = total * factor
@@ -143,8 +175,8 @@ def clip_gradients(
         clip = torch.clamp(clip_norm / (total + 1e-6), max=1.0)
         factor = clip if factor is None else clip * factor
     if factor is not None:
-        torch._foreach_mul_([_local(grad) for grad in grads], factor)
-    return total, torch.isfinite(total)
+        torch._foreach_mul_([_local(grad) for grad in norms.grads], factor)
+    return total
 
 
 def _whole(value: Tensor) -> Tensor:

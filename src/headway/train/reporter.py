@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,8 @@ from headway.account.totals import Totals
 from headway.data.global_batch import Position
 from headway.guard.ledger import Ledger
 from headway.record.jsonl import JsonlWriter
-from headway.train.clock import StepClock
+from headway.train.clock import ClosedStep, StepClock
+from headway.train.figures import COLUMNS
 from headway.train.scalars import Scalars
 
 # The first steps compile; later ones meet a new bucket of table size or longest length now and then.
@@ -29,6 +30,8 @@ COMPILING_STEPS = 2
 MAX_LATE_GRAPHS = 16
 # Ten let a stray bad batch pass, but not a broken run.
 MAX_SKIPPED = 10
+SPIKE = "spike"
+_REMEMBERED = 10_000  # steps: more than lie between two checkpoints that one goes back to
 OVERFLOW = "float16 overflow, loss scale halved"
 
 
@@ -67,9 +70,12 @@ class Reporter:
     ledger: Ledger
     peak_flops: float | None
     compiled: bool = False
+    watch: Callable[[int, list[float]], None] | None = None
+    """Hears a step's number and the values of its `figures.Row`, before anything is told."""
     skipped_in_a_row: int = 0
     cost_ns: int = 0
     _pending: deque[StepFacts] = field(default_factory=deque)
+    _before: deque[tuple[int, Totals, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _graphs: int = 0
     _steps_told: int = 0
     _late_graphs: int = 0
@@ -87,6 +93,9 @@ class Reporter:
             closed = self.clock.take()
             started = time.perf_counter_ns()
             self._pending.popleft()
+            self._remember(facts.step, closed)
+            if self.watch is not None and facts.scalars is not None:
+                self.watch(facts.step, facts.scalars.values())
             self.run_clock.step(closed.host_wall_ns, closed.account.total("checkpoint"))
             line = self._line(facts, closed.account)
             self.totals.add(line, facts.documents)
@@ -95,6 +104,25 @@ class Reporter:
             self.cost_ns += time.perf_counter_ns() - started
             self.tell(line)
             self._judge(line)
+
+    def _remember(self, step: int, closed: ClosedStep) -> None:
+        productive = closed.host_wall_ns - closed.account.total("checkpoint")
+        self._before.append((step, self.totals.copy(), productive))
+
+    def go_back(self, step: int, totals: Totals | None = None) -> int:
+        """Steps behind `step` do not count: they will be made again. Returns how many were told of in vain.
+
+        totals: those of the state that training goes back to, where it is further back than the last steps.
+        """
+        lost = [before for before in self._before if before[0] > step]
+        if totals is not None:
+            self.totals = totals
+        elif lost:
+            self.totals = lost[0][1]
+        self.run_clock.lose(sum(wall for _, _, wall in lost))
+        self._before = deque((before for before in self._before if before[0] <= step), self._before.maxlen)
+        self.skipped_in_a_row = 0
+        return len(lost)
 
     def tell(self, line: Line) -> None:
         for observer in self.observers:
@@ -120,10 +148,9 @@ class Reporter:
         self.incident("out of memory", self._step_in_work(), evidence, action, seconds)
 
     def _line(self, facts: StepFacts, account: Account) -> StepLine:
-        values = facts.scalars.values() if facts.scalars is not None else [None] * 4
-        loss, nll, norm, finite, *scale = values
-        skipped = "no trained token" if facts.scalars is None else None if finite else "not finite"
-        if skipped == "not finite" and scale and (scale[0] or 0) > 1:
+        loss, nll, norm, taken, scale, finite, *_ = self._values(facts)
+        skipped = "no trained token" if facts.scalars is None else None if taken else SPIKE if finite else "not finite"
+        if skipped == "not finite" and scale is not None and scale > 1:
             skipped = OVERFLOW
         seconds = account.wall_ns / 1e9
         computed = facts.flops.useful + facts.flops.recompute
@@ -151,8 +178,12 @@ class Reporter:
             memory_bytes=memory_bytes(),
             micro_batches=facts.micro_batches,
             recompiles=self._recompiles(),
-            loss_scale=scale[0] if scale else None,
+            loss_scale=_finite(scale),
         )
+
+    @staticmethod
+    def _values(facts: StepFacts) -> list[float] | list[None]:
+        return facts.scalars.values() if facts.scalars is not None else [None] * len(COLUMNS)
 
     def _tell_rank(self, facts: StepFacts, account: Account) -> None:
         self.rank_file.append(

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from headway.config.train import LossConfig
 from headway.data.batch import Batch
+from headway.guard.spikes.watcher import Limits
 from headway.model.forward import forward_loss
 from headway.parallel.out_of_memory import Collectives, can_be_finished, free_memory, is_out_of_memory
 from headway.parallel.wrap import Replicas
 from headway.train.clock import StepClock
+from headway.train.figures import Detail, Documents, Local, Row, UpdateSample, gather, inside, limits_on, watched
 from headway.train.loss_scale import LossScale
-from headway.train.optim import Optimizers, clip_gradients
+from headway.train.optim import Optimizers, gradient_norms, scale_gradients
 
 
 class OutOfMemory(Exception):
@@ -43,38 +45,101 @@ class Learner:
     scale: LossScale | None = None
     agree: Callable[[str | None], str | None] = _mine_alone
     before_update: Callable[[], None] | None = None
+    detail: Detail | None = None
+    sample: UpdateSample = field(init=False)
     _collectives: Collectives = field(init=False)
+    _hold: Tensor = field(init=False)
+    _documents: Documents = field(init=False)
 
     def __post_init__(self) -> None:
         self._collectives = Collectives(self.replicas)
+        self.sample = UpdateSample(self.replicas.module)
+        self._documents = Documents(self.device)
+        self.release()
 
-    def update(self, micro_batches: Sequence[Batch], trained_tokens: int) -> Tensor:
+    @property
+    def device(self) -> torch.device:
+        return next(self.replicas.module.parameters()).device
+
+    def release(self) -> None:
+        """Lets updates be made again after a step that was held back."""
+        self._hold = torch.zeros((), dtype=torch.bool, device=self.device)
+
+    def update(self, micro_batches: Sequence[Batch], trained_tokens: int, limits: Limits | None = None) -> Tensor:
         """Runs forward and backward over this rank's micro-batches and updates the parameters.
 
         The gradient is that of the sum of the losses of all trained tokens of the global batch, over all ranks,
         divided by `trained_tokens` (> 0): it does not depend on how the batch is split.
 
+        With `limits`, a step beyond them (or not finite) updates nothing on any rank, and neither does a later one
+        until `release`: when the host reads of it, the device may be a step further, and the weights are still those
+        before it.
+
         Returns:
-            float32 [4] on the device, equal on all ranks: objective and nll per trained token, gradient norm, and 1
-            where everything was finite and the update was made. With a loss scale, [5]: the scale it was made with.
+            float32 [9] on the device, equal on all ranks: a `figures.Row`. `detail` has what explains it.
 
         Raises:
             OutOfMemory: on all ranks, where one of them ran out of memory.
         """
         sums = self.learn(micro_batches, trained_tokens)
-        if self.replicas.size > 1:
-            with self.clock.phase("comm.dp"):
-                self.replicas.sum_over_ranks(sums)
+        with self.clock.phase("comm.dp"):
+            table = gather(self._local(sums), self.replicas.size)
         if self.before_update is not None:
             with self.clock.phase("checkpoint"):
                 self.before_update()
         with self.clock.phase("compute.optimizer"):
             scale = self.scale.value.clone() if self.scale else None
-            norm, finite = clip_gradients(self.replicas.module, self.clip_norm, scale)
-            self.optimizers.step(finite)
+            norms = gradient_norms(self.replicas.module)
+            norm = scale_gradients(norms, self.clip_norm, scale)
+            row, values = self._row(table, trained_tokens, norm, scale)
+            finite = row.finite.bool()
+            held = self._gate(finite, values, limits, scale) if limits is not None else None
+            taken = finite if held is None else finite & ~held
+            if held is not None:
+                self.sample.before()
+            self.optimizers.step(taken)
+            if held is not None:
+                self.sample.after(self.optimizers.lr, taken)
             if self.scale:
-                self.scale.update(finite)
-        return torch.stack([*(sums / trained_tokens), norm, finite.float(), *([scale] if scale is not None else [])])
+                self.scale.update(finite, held)
+        self.detail = Detail(self._documents, norms.each, table)
+        return torch.stack(row._replace(taken=taken.float()))
+
+    def look(self, micro_batches: Sequence[Batch], trained_tokens: int) -> Tensor:
+        """The figures that a step on these micro-batches would have, as `update` returns them; nothing is updated.
+
+        `detail` is the look's afterwards; no gradient is left.
+        """
+        sums = self.learn(micro_batches, trained_tokens)
+        table = gather(self._local(sums), self.replicas.size)
+        scale = self.scale.value.clone() if self.scale else None
+        norms = gradient_norms(self.replicas.module)
+        norm = norms.total if scale is None else norms.total / scale
+        row, _ = self._row(table, trained_tokens, norm, scale)
+        self.detail = Detail(self._documents, norms.each, table)
+        self.optimizers.zero_grad()
+        return torch.stack(row)
+
+    def _local(self, sums: Tensor) -> Local:
+        highest, lowest = self._documents.extremes()
+        return Local(sums[0], sums[1], highest, lowest, self.sample.moved, self.sample.count)
+
+    def _row(
+        self, table: Tensor, trained_tokens: int, norm: Tensor, scale: Tensor | None
+    ) -> tuple[Row, dict[str, Tensor]]:
+        values = watched(table, trained_tokens, norm)
+        nll, _, update, highest, lowest = values.values()
+        objective = table[:, 0].sum() / trained_tokens
+        finite = (torch.isfinite(norm) & torch.isfinite(objective)).float()
+        shown = torch.full_like(norm, float("nan")) if scale is None else scale
+        return Row(objective, nll, norm, finite, shown, finite, update, highest, lowest), values
+
+    def _gate(self, finite: Tensor, values: dict[str, Tensor], limits: Limits, scale: Tensor | None) -> Tensor:
+        """Whether this step is held back; an overflow under a loss scale above 1 is only skipped."""
+        spike = finite & ~inside(values, limits_on(limits, self.device))
+        broken = ~finite if scale is None else ~finite & (scale <= 1)
+        self._hold = self._hold | spike | broken
+        return self._hold
 
     def learn(self, micro_batches: Sequence[Batch], trained_tokens: int) -> Tensor:
         """Leaves the gradients on the parameters; returns this rank's sums of objective and nll, float32 [2].
@@ -82,6 +147,7 @@ class Learner:
         Raises OutOfMemory as `update` does.
         """
         self.optimizers.zero_grad()
+        self._documents = Documents(self.device)
         sums, failure = self._accumulate(micro_batches, trained_tokens)
         with self.clock.phase("host.sync"):
             failure = self.agree(failure)
@@ -124,6 +190,7 @@ class Learner:
                     phase=in_loss,
                 )
                 sums += torch.stack([loss.loss.detach(), loss.nll_sum])
+                self._documents.add(loss, batch)
             with self.clock.phase("compute.backward"):
                 at = "backward"
                 scaled = loss.loss * scale

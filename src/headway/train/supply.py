@@ -40,6 +40,11 @@ class Supply:
         self._judge(asked, time.monotonic())
         return fed
 
+    def go_to(self, position: Position) -> None:
+        """What comes next starts at `position`; the stream may be another one by now."""
+        self._feeder.close()
+        self._feeder = self._make(position)
+
     def close(self) -> None:
         self._feeder.close()
 

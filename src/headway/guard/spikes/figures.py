@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 LOSS, GRADIENT, UPDATE = "loss", "gradient norm", "update norm"
 HIGHEST, LOWEST, SCALE = "highest document loss", "lowest document loss", "loss scale"
+NAMES = (LOSS, GRADIENT, UPDATE, HIGHEST, LOWEST)
+"""The figures that have a course."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +18,7 @@ class Figures:
     nll: nats per trained token of the global batch. grad_norm: global, before clipping. update: root mean square of
     the *previous* step's update over its learning rate. highest, lowest: mean nll of single documents.
     loss_scale: 1 where there is none. finite: loss and gradient are finite on all ranks. kind: what the batch is made
-    of (a name for sequence length and mixture); figures of another kind may lie elsewhere.
+    of (a name for sequence length and mixture); figures of another kind may lie elsewhere. taken: the update was made.
     """
 
     step: int
@@ -28,6 +30,7 @@ class Figures:
     lowest: float = math.nan
     loss_scale: float = 1.0
     kind: str = ""
+    taken: bool = True
 
     def watched(self) -> dict[str, float]:
         """The figures that have a course, in the scale in which their noise is even: norms (and the lowest

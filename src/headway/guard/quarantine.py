@@ -1,0 +1,179 @@
+"""Documents set aside: which, why, since when, until when. The ledger is quarantine.jsonl in the run folder.
+
+What counts is the checkpoint's list joined with the ledger: a checkpoint may be older than the ledger, and somebody may
+have removed the file; neither may bring a document back without a word.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+import numpy as np
+
+from headway.account.events import Quarantined
+from headway.data.global_batch import Position
+from headway.data.stream import Stream
+from headway.data.view import View
+from headway.record.jsonl import JsonlWriter, read_jsonl
+
+_EXCERPT_TOKENS, _EXCERPT = 120, 240
+RELEASED = "released"
+"""The reason of a line that takes an earlier one back."""
+
+Key = tuple[int, int]
+"""(number of the data source, document in it)"""
+
+
+@dataclass(frozen=True)
+class Why:
+    """Why one raw document is set aside; loss in nats per trained token, where one is known."""
+
+    reason: str
+    loss: float | None = None
+
+
+@dataclass
+class Quarantine:
+    """The documents that a run does without. Every rank keeps the same list; rank 0 writes the ledger.
+
+    decode: token ids to text, for the excerpt. released: documents that came back, with the last epoch without them.
+    """
+
+    path: Path
+    view: View
+    writes: bool
+    decode: Callable[[list[int]], str] | None = None
+    since: dict[Key, int] = field(default_factory=dict)
+    released: dict[Key, int] = field(default_factory=dict)
+
+    def stream(self, stream: Stream) -> Stream:
+        """The same stream without these documents."""
+        return stream.setting_aside(self.since, self.released)
+
+    def join(self, saved: Sequence[Sequence[int]], epoch: int) -> list[str]:
+        """Takes in a checkpoint's list (`state`) and the ledger, as a run starts in `epoch`. Returns notes for the user.
+
+        A release that no checkpoint knows yet counts from the next epoch on: the present plan has, or lacks, the
+        document already.
+        """
+        notes: list[str] = []
+        for store, document, since, until in saved:
+            self.since[store, document] = since
+            if until >= 0:
+                self.released[store, document] = until
+        known = dict(self.since)
+        told: set[Key] = set()
+        for line in read_ledger(self.path):
+            key = self._key(line)
+            if key is None:
+                notes.append(f"quarantine: {line.source}:{line.line} belongs to data that this run does not have")
+            elif line.reason == RELEASED:
+                if key in self.since and key not in self.released:
+                    self.released[key] = epoch
+                    notes.append(f"quarantine: {line.source}:{line.line} is released from epoch {epoch + 1} on")
+            else:
+                told.add(key)
+                if key in self.released and key not in known:
+                    del self.released[key]  # set aside again after a release
+                self.since.setdefault(key, line.epoch)
+        missing = sorted(known.keys() - told)
+        if missing:
+            notes.append(
+                f"quarantine: {len(missing)} documents that {self.path.name} does not list stay set aside, as the "
+                "checkpoint says; `headway data quarantine release` brings them back"
+            )
+            for store, document in missing:
+                self._write(store, document, Why("set aside before; the ledger's line was lost"), 0, self.since[store, document])
+        if self.since:
+            notes.append(f"quarantine: {len(self.since) - len(self.released)} documents are set aside")
+        return notes
+
+    def add(self, documents: Iterable[tuple[int, Why]], position: Position, step: int) -> None:
+        """Sets raw documents aside from this epoch on."""
+        for raw, why in documents:
+            store, document = self.view.locate(raw)
+            self.released.pop((store, document), None)
+            self.since.setdefault((store, document), position.epoch)
+            self._write(store, document, why, step, position.epoch, position.documents)
+
+    def state(self) -> list[list[int]]:
+        """For a checkpoint: (source, document, since, until or -1), sorted."""
+        return [[*key, since, self.released.get(key, -1)] for key, since in sorted(self.since.items())]
+
+    def _key(self, line: Quarantined) -> Key | None:
+        stores = [store.fingerprint for store in self.view.stores]
+        if 0 <= line.number < len(stores) and stores[line.number] == line.store:
+            return line.number, line.document
+        return (stores.index(line.store), line.document) if line.store in stores else None
+
+    def _write(self, store: int, document: int, why: Why, step: int, epoch: int, at: int = 0) -> None:
+        if not self.writes:
+            return
+        source, line = self.view.stores[store].source(document)
+        append(
+            self.path,
+            Quarantined(
+                store=self.view.stores[store].fingerprint,
+                document=document,
+                source=source,
+                line=line,
+                reason=why.reason,
+                time=time.time(),
+                step=step,
+                loss=why.loss if why.loss is not None and np.isfinite(why.loss) else None,
+                excerpt=self._excerpt(store, document),
+                number=store,
+                epoch=epoch,
+                position=at,
+            ),
+        )
+
+    def _excerpt(self, store: int, document: int) -> str:
+        try:
+            ids = np.asarray(self.view.stores[store].tokens(document, 0, _EXCERPT_TOKENS)).tolist()
+            text = self.decode(ids) if self.decode is not None else " ".join(map(str, ids))
+        except Exception as error:  # ids that no tokenizer knows are why it is here
+            return f"(cannot be decoded: {type(error).__name__})"
+        return text[:_EXCERPT]
+
+
+def read_ledger(path: Path) -> list[Quarantined]:
+    return read_jsonl(path, Quarantined).items
+
+
+def append(path: Path, line: Quarantined) -> None:
+    writer = JsonlWriter(path)
+    writer.append(line)
+    writer.sync()
+    writer.close()
+
+
+def standing(lines: Iterable[Quarantined]) -> list[Quarantined]:
+    """The lines that are in force: the newest of every document, without those that were released."""
+    newest = {(line.store, line.document): line for line in lines}
+    return [line for line in newest.values() if line.reason != RELEASED]
+
+
+def release(path: Path, lines: Iterable[Quarantined]) -> None:
+    """Takes lines back; a run heeds it when it starts the next time."""
+    for line in lines:
+        append(
+            path,
+            Quarantined(
+                store=line.store,
+                document=line.document,
+                source=line.source,
+                line=line.line,
+                reason=RELEASED,
+                time=time.time(),
+                step=line.step,
+                number=line.number,
+                epoch=line.epoch,
+            ),
+        )
+
+

@@ -1,0 +1,325 @@
+"""A run's guard against spikes: limits for every step, and what happens when one is passed (docs/spikes.md)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from headway.account.errors import UserError
+from headway.config.guard import GuardConfig
+from headway.data.global_batch import GlobalBatch, Position
+from headway.data.stream import Stream
+from headway.guard.process_group import control
+from headway.guard.quarantine import Quarantine, Why
+from headway.guard.spikes.cause import Cause, Look, find_cause
+from headway.guard.spikes.figures import LOSS, UPDATE, Figures
+from headway.guard.spikes.policy import Policy
+from headway.guard.spikes.watcher import NOT_FINITE, Alarm, Limits, Watcher
+from headway.train.figures import Detail, figures_of
+from headway.train.memory import Fit, random_state, set_random_state
+from headway.train.optim import gradient_names
+from headway.train.step import Learner
+
+_KEPT = 4  # steps that may still be told of after later ones were launched
+
+
+@dataclass
+class Launched:
+    """A step on its way: what is needed to make it again."""
+
+    step: int
+    batch: GlobalBatch
+    limits: Limits
+    random: Any
+    detail: Detail | None = None
+    figures: Figures | None = None
+
+    @property
+    def position(self) -> Position:
+        return self.batch.position
+
+
+@dataclass(frozen=True)
+class Went:
+    """Where training stands after `go_back`: the state behind this step, and what its checkpoint says."""
+
+    step: int
+    meta: dict[str, Any]
+
+
+GoBack = Callable[[int], Went | None]
+"""Puts the newest checkpoint of an earlier step into the live model; None where there is none."""
+Tell = Callable[[str, int, str, str, int], None]
+"""fault, step, evidence, action, steps lost"""
+
+
+@dataclass
+class Spikes:
+    """Watches the steps of a run; all ranks see the same figures and decide alike, without asking each other.
+
+    rank, world: this rank among those that share the data. kind: what the batches are made of.
+    """
+
+    config: GuardConfig
+    learner: Learner
+    fit: Fit
+    stream: Stream
+    quarantine: Quarantine
+    rank: int
+    world: int
+    kind: str
+    tell: Tell
+    go_back: GoBack
+    clip_norm: float | None
+    watcher: Watcher = field(init=False)
+    policy: Policy = field(init=False)
+    alarms: list[Alarm] = field(default_factory=list)
+    let_through: int = 0
+    """A step whose level is accepted as the new one."""
+    _launched: dict[int, Launched] = field(default_factory=dict)
+    _aside_lately: list[tuple[int, int]] = field(default_factory=list)
+    """(step, documents set aside)"""
+
+    def __post_init__(self) -> None:
+        self.watcher = Watcher(uniform=math.log(min(store.vocab_size for store in self.stream.view.stores)))
+        config = self.config
+        self.policy = Policy(config.actions, config.lower_lr, config.for_steps, config.within)
+
+    # -- every step ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, step: int, batch: GlobalBatch) -> Limits | None:
+        """Before a step is made; None where nothing is to be held back."""
+        self.learner.clip_norm = self.policy.clip_at(step, self.clip_norm)
+        if self.config.spikes == "off":
+            return None
+        if step == self.let_through:
+            self.watcher.accept()
+        limits = self.watcher.limits(step, self.kind)
+        self._launched[step] = Launched(step, batch, limits, random_state())
+        self._launched.pop(step - _KEPT, None)
+        return limits if self.config.spikes == "act" else None
+
+    def made(self, step: int) -> None:
+        """A step was launched: keeps what explains it."""
+        if step in self._launched:
+            self._launched[step].detail = self.learner.detail
+
+    def observe(self, step: int, values: list[float]) -> None:
+        """The figures of a step have arrived on the host."""
+        launched = self._launched.get(step)
+        if launched is None or self.alarms:
+            return  # what came behind a spike was held back and will be made again
+        launched.figures = figures = figures_of(step, values, self.kind)
+        alarms = self.watcher.judge(figures, launched.limits)
+        if not alarms and self.config.spikes == "act" and figures.finite and not figures.taken:
+            alarms = [Alarm(step, LOSS, figures.nll, figures.nll, self.watcher.tracks[LOSS].centre)]
+        if self.config.spikes == "act":
+            self.alarms = alarms
+        elif alarms:
+            self.tell(*self._evidence(alarms, launched), "only watched (guard.spikes: watch)", 0)
+
+    # -- what happened -------------------------------------------------------------------------------------------------
+
+    def judge(self) -> Verdict:
+        """Finds the cause of the alarm and brings the state back to before it. Collective; the alarm is over then.
+
+        Raises UserError on all ranks when the run must stop, after telling of it.
+        """
+        alarms, self.alarms = self.alarms, []
+        at = self._launched[alarms[0].step]
+        fault, step, evidence = self._evidence(alarms, at)
+        self.learner.release()
+        held = at.figures is not None and not at.figures.taken and at.limits is not None
+        only_update = all(alarm.figure == UPDATE for alarm in alarms)
+        cause = self._cause(at) if held and not only_update else Cause("everything")
+        verdict = Verdict(fault, step, evidence, at, cause.looks)
+        if cause.kind == "documents":
+            return self._set_aside(verdict, cause, at)
+        if cause.kind == "transient":
+            if self.policy.again_too_often(step, "transient"):
+                self._stop(verdict, "the same step failed again and again, each time clean when looked at once more")
+            return verdict.act("transient: clean when computed again; the step is made once more")
+        return self._without_documents(verdict, at, first_bad=step - 1 if only_update else step)
+
+    def _without_documents(self, verdict: Verdict, at: Launched, first_bad: int) -> Verdict:
+        """No few documents explain it: the batch is looked at again at an older state."""
+        verdict.went = self.go_back(first_bad)
+        if verdict.went is None:
+            return self._nothing_older(verdict, at)
+        self._load(verdict.went.meta["guard"])
+        cause = self._cause(at)
+        verdict.looks += cause.looks
+        if cause.kind == "documents":
+            return self._set_aside(verdict, cause, at)
+        if cause.kind == "everything" and cause.look is not None and cause.look.figures.finite:
+            if self.policy.again_too_often(at.step, "shift"):
+                self._stop(verdict, "the data's level was accepted as new, and the same step failed again")
+            self.let_through = at.step
+            return verdict.act("the data has changed: all of the batch is so at an older state too; accepted as the level")
+        return self._not_data(verdict, at)
+
+    def _not_data(self, verdict: Verdict, at: Launched) -> Verdict:
+        action = self.policy.next_action(at.step)
+        went = verdict.went
+        said = "not the data's fault: the batch is clean at an older state"
+        if action is None or went is None:
+            self._stop(verdict, f"{said}; guard.actions offers nothing more")
+            raise AssertionError("unreachable")
+        if action == "lower_lr":
+            self.policy.lower_from(at.step)
+            done = f"learning rate × {self.config.lower_lr} until step {self.policy.lr_until}"
+        elif action == "clip":
+            norm = math.exp(self.watcher.tracks["gradient norm"].centre)
+            self.policy.clip_from(at.step, norm)
+            done = f"gradients clipped at {norm:.4g} until step {self.policy.clip_until}"
+        else:
+            verdict.jump = at.batch.next
+            done = "the batches up to the spike are left out"
+        return verdict.act(f"{said}; went back to step {went.step}, {done}")
+
+    def _nothing_older(self, verdict: Verdict, at: Launched) -> Verdict:
+        finite = at.figures is not None and at.figures.finite
+        if not finite or self.policy.again_too_often(at.step, "unknown"):
+            self._stop(verdict, "no few documents explain it, and there is no checkpoint to go back to")
+        self.let_through = at.step
+        return verdict.act(
+            "no few documents explain it and there is no checkpoint to judge it by: accepted as the new level"
+        )
+
+    def _set_aside(self, verdict: Verdict, cause: Cause, at: Launched) -> Verdict:
+        documents = list(cause.documents)
+        named = ", ".join(self.stream.view.origin(raw) for raw in documents[:4]) + (" …" if len(documents) > 4 else "")
+        if not self.config.quarantine:
+            self._stop(verdict, f"caused by {named}; guard.quarantine is false")
+        allowed = self.config.most_batches * max(1, len(at.batch.documents))
+        happened = [documents for when, documents in self._aside_lately if when > at.step - self.config.within]
+        if sum(happened) + len(documents) > allowed:
+            self._stop(verdict, f"{sum(happened)} documents were set aside lately, and now {named}")
+        self._aside_lately.append((at.step, len(documents)))
+        self.policy.happened.append((at.step, "documents"))
+        losses = cause.look.documents if cause.look is not None else {}
+        reason = f"{verdict.fault}: {verdict.evidence}"
+        self.set_aside([(raw, Why(reason, losses.get(raw, (math.nan, 0))[0])) for raw in documents], at.position, at.step)
+        verdict.documents = tuple(documents)
+        where = f"went back to step {verdict.went.step}, " if verdict.went is not None else ""
+        return verdict.act(f"{where}set aside {len(documents)} of {len(at.batch.documents)} documents: {named}")
+
+    def set_aside(self, documents: list[tuple[int, Why]], position: Position, step: int) -> None:
+        """Takes raw documents out of the stream, from this epoch on."""
+        self.quarantine.add(documents, position, step)
+        self.stream = self.quarantine.stream(self.stream)
+
+    def _cause(self, at: Launched) -> Cause:
+        """At the state that training is in; leaves the random state as the step found it."""
+
+        def clean(figures: Figures) -> bool:
+            return figures.finite and not at.limits.beyond(figures.watched())
+
+        try:
+            return find_cause(
+                lambda masked: self._look(at, masked), clean, self.watcher.tracks[LOSS].centre, self.config.most_share
+            )
+        finally:
+            set_random_state(at.random)
+
+    def _look(self, at: Launched, masked: frozenset[int]) -> Look | None:
+        view = self.stream.view
+        stream = self.stream.with_quarantine([view.locate(raw) for raw in masked], epoch=at.position.epoch)
+        batch = stream.global_batch(at.position)
+        if not batch.trained_tokens:
+            return None
+        micro = [each.to(self.learner.device) for each in batch.micro_batches(self.rank, self.world)]
+        set_random_state(at.random)
+        row = self.fit.run(lambda parts: self.learner.look(parts, batch.trained_tokens), micro)
+        assert self.learner.detail is not None
+        figures = figures_of(at.step, row.tolist(), self.kind)
+        return Look(figures, self._all_documents(self.learner.detail, batch.documents))
+
+    def _all_documents(self, detail: Detail, everything: np.ndarray) -> dict[int, tuple[float, int]]:
+        """Every document of the batch on any rank; those too short to have a loss that says something lie at the usual
+        one, and are suspected last."""
+        mine = list(zip(detail.documents.ids().tolist(), detail.documents.all_means().tolist(), strict=True))
+        usual = self.watcher.tracks[LOSS].centre
+        found = {int(raw): (usual, 0) for raw in everything.tolist()}
+        broken = torch.isnan(detail.table[:, 1]).any()
+        for part in control().gather(mine):
+            for raw, mean in part:
+                if raw in found and (not math.isnan(mean) or bool(broken)):
+                    before = found[raw][0]
+                    worse = math.isnan(mean) or (not math.isnan(before) and abs(mean - usual) > abs(before - usual))
+                    found[raw] = (mean if worse else before, 1)
+        return found
+
+    def _evidence(self, alarms: list[Alarm], at: Launched) -> tuple[str, int, str]:
+        """(fault, step, evidence) in words; names parameter, rank and documents where something is not finite."""
+        said = "; ".join(str(alarm) for alarm in alarms)
+        if alarms[0].figure != NOT_FINITE or at.detail is None:
+            return "spike", at.step, said
+        detail = at.detail
+        names, norms = gradient_names(self.learner.replicas.module), detail.gradients.tolist()
+        bad = [name for name, norm in zip(names, norms, strict=False) if not math.isfinite(norm)]
+        ranks = [rank for rank, row in enumerate(detail.table.tolist()) if not math.isfinite(row[0])]
+        parts = control().gather(bad)
+        bad = list(dict.fromkeys(name for part in parts for name in part))
+        if ranks:
+            said += f"; the loss of rank {', '.join(map(str, ranks))}"
+        if bad:
+            said += f"; the gradient of {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
+        return "not finite", at.step, said
+
+    def _stop(self, verdict: Verdict, why: str) -> None:
+        self.tell(verdict.fault, verdict.step, verdict.evidence, f"stopped: {why}", 0)
+        raise UserError(
+            f"step {verdict.step}: {verdict.evidence}: {why}; stopped. Look at incidents.jsonl, lower optim.lr or clean "
+            "the data, then start again: the run goes on from its newest checkpoint"
+        )
+
+    # -- saved ---------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "watcher": self.watcher.state(),
+            "policy": self.policy.state(),
+            "moved": self.learner.sample.state(),
+            "let_through": self.let_through,
+            "aside_lately": [list(one) for one in self._aside_lately],
+        }
+
+    def load(self, state: dict[str, Any] | None) -> None:
+        """From a checkpoint, when a run starts; None from one that was made before there was a guard."""
+        if state is None:
+            return
+        self._load(state)
+        self.policy.load(state["policy"])
+        self.let_through = state["let_through"]
+        self._aside_lately = [(step, count) for step, count in state["aside_lately"]]
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """What belongs to the weights. What has been tried, and what was set aside, is not taken back."""
+        self.watcher.load(state["watcher"])
+        self.learner.sample.load(state["moved"])
+
+
+@dataclass
+class Verdict:
+    """What happened and what is done; `went`: None where the state before the step was still there."""
+
+    fault: str
+    step: int
+    evidence: str
+    at: Launched
+    looks: int = 0
+    action: str = ""
+    documents: tuple[int, ...] = ()
+    went: Went | None = None
+    jump: Position | None = None
+    """Where the data goes on, when batches are left out."""
+
+    def act(self, action: str) -> Verdict:
+        self.action = action
+        return self
