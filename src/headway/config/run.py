@@ -13,6 +13,7 @@ from headway.config.between import check_between_sections
 from headway.config.checkpoint import CheckpointConfig
 from headway.config.data import DataConfig
 from headway.config.evaluate import EvalConfig
+from headway.config.guard import GuardConfig
 from headway.config.health import HealthConfig
 from headway.config.log import HardwareConfig, LogConfig
 from headway.config.model import ModelConfig
@@ -84,6 +85,10 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig,
         description="Saving and resuming the training state.",
+    )
+    guard: GuardConfig = Field(
+        default_factory=GuardConfig,
+        description="Spikes, and documents that cause them.",
     )
     eval: EvalConfig = Field(
         default_factory=EvalConfig,

@@ -23,6 +23,14 @@ PAD_ID = 0  # any id that every model has; nothing looks at it
 MAX_SLOTS = 2**31 - 1  # cu_seqlens are int32
 
 
+class BadDocuments(UserError):
+    """Documents whose stored tokens cannot be trained on. documents: (raw id, what is wrong), of one micro-batch."""
+
+    def __init__(self, documents: list[tuple[int, str]]) -> None:
+        super().__init__(f"{documents[0][1]}; its files are damaged, prepare the data again")
+        self.documents = documents
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """R rows of S slots; R == 1 when ``packed``.
@@ -168,11 +176,9 @@ class BatchBuilder:
 
     def _exactly(self, values: np.ndarray, length: int, store: int, doc: int) -> np.ndarray:
         if len(values) != length:  # numpy would spread a single value over the whole document
-            file, line = self.view.stores[store].source(doc)
-            raise UserError(
-                f"{file}:{line}: data source {store} returned {len(values)} tokens of {length} for document {doc}; "
-                "its files are damaged, prepare the data again"
-            )
+            raw = self.view.raw_id(store, doc)
+            said = f"data source {store} returned {len(values)} tokens of {length} for document {doc}"
+            raise BadDocuments([(raw, f"{self.view.origin(raw)}: {said}")])
         return values
 
     def _check(self, ids: np.ndarray, trained: np.ndarray, pieces: np.ndarray, starts: np.ndarray) -> None:
@@ -180,19 +186,24 @@ class BatchBuilder:
         in_range = ids.min(initial=0) >= 0 and ids.max(initial=0) < self._smallest_vocabulary
         if in_range and np.count_nonzero(trained) == table.trained[pieces].sum():
             return
+        bad = []
         for piece, slot in zip(pieces.tolist(), starts.tolist(), strict=True):
             here = slice(slot, slot + int(table.length[piece]))
-            vocabulary = self.view.stores[int(table.store[piece])].vocab_size
-            wrong = ids[here][(ids[here] < 0) | (ids[here] >= vocabulary)]
-            if len(wrong):
-                raise UserError(
-                    f"{self.view.origin(int(table.raw[piece]))}: token id {int(wrong[0])} is outside the vocabulary of "
-                    f"{vocabulary} that its data source declares; its files are damaged, prepare the data again"
-                )
-            # The loss of a step is divided by the labels that the plan counts: they must be those of the mask.
-            labels = np.count_nonzero(trained[here])
-            if labels != table.trained[piece]:
-                raise UserError(
-                    f"{self.view.origin(int(table.raw[piece]))}: the mask has {labels} trained tokens where its data "
-                    f"source counts {int(table.trained[piece])}; its files are damaged, prepare the data again"
-                )
+            wrong = self._wrong(piece, ids[here], trained[here])
+            if wrong is not None:
+                raw = int(table.raw[piece])
+                bad.append((raw, f"{self.view.origin(raw)}: {wrong}"))
+        if bad:
+            raise BadDocuments(bad)
+
+    def _wrong(self, piece: int, ids: np.ndarray, trained: np.ndarray) -> str | None:
+        table = self.view.pieces
+        vocabulary = self.view.stores[int(table.store[piece])].vocab_size
+        outside = ids[(ids < 0) | (ids >= vocabulary)]
+        if len(outside):
+            return f"token id {int(outside[0])} is outside the vocabulary of {vocabulary} that its data source declares"
+        # The loss of a step is divided by the labels that the plan counts: they must be those of the mask.
+        labels = np.count_nonzero(trained)
+        if labels != table.trained[piece]:
+            return f"the mask has {labels} trained tokens where its data source counts {int(table.trained[piece])}"
+        return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headway.data.batch import Batch
+from headway.data.batch import BadDocuments, Batch, BatchBuilder
 from headway.data.global_batch import GlobalBatch, Position
 from headway.data.stream import Stream
 
@@ -22,6 +22,8 @@ class Fed:
     batch: GlobalBatch
     micro_batches: list[Batch]
     copied: torch.cuda.Event | None = None
+    bad: tuple[tuple[int, str], ...] = ()
+    """Documents that this rank could not read, (raw id, why): its micro-batches are padding in their place."""
 
     def wait_on_device(self) -> None:
         """On CUDA: the current stream waits for the copies, which ran on a stream of their own; the host does not."""
@@ -31,6 +33,16 @@ class Fed:
         stream.wait_event(self.copied)
         for batch in self.micro_batches:
             batch.record_stream(stream)
+
+
+def stand_in(
+    stream: Stream, position: Position, bad: BadDocuments, rank: int, world: int, device: torch.device | str
+) -> Fed:
+    """What a rank whose documents are bad takes part in the step with, until all ranks know of them."""
+    batch = stream.global_batch(position)
+    builder = BatchBuilder(stream.view)
+    count = -(-len(batch.micro) // world)
+    return Fed(batch, [batch.micro[-1].padding(builder).to(device) for _ in range(count)], bad=tuple(bad.documents))
 
 
 class Feeder:

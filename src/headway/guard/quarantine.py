@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-
 import numpy as np
 
 from headway.account.events import Quarantined
@@ -54,8 +53,8 @@ class Quarantine:
         """The same stream without these documents."""
         return stream.setting_aside(self.since, self.released)
 
-    def join(self, saved: Sequence[Sequence[int]], epoch: int) -> list[str]:
-        """Takes in a checkpoint's list (`state`) and the ledger, as a run starts in `epoch`. Returns notes for the user.
+    def join(self, saved: Sequence[Sequence[int]], ledger: Iterable[Quarantined], epoch: int) -> list[str]:
+        """Takes in a checkpoint's list (`state`) and the ledger as a run starts in `epoch`. Returns notes for the user.
 
         A release that no checkpoint knows yet counts from the next epoch on: the present plan has, or lacks, the
         document already.
@@ -67,7 +66,7 @@ class Quarantine:
                 self.released[store, document] = until
         known = dict(self.since)
         told: set[Key] = set()
-        for line in read_ledger(self.path):
+        for line in ledger:
             key = self._key(line)
             if key is None:
                 notes.append(f"quarantine: {line.source}:{line.line} belongs to data that this run does not have")
@@ -87,7 +86,9 @@ class Quarantine:
                 "checkpoint says; `headway data quarantine release` brings them back"
             )
             for store, document in missing:
-                self._write(store, document, Why("set aside before; the ledger's line was lost"), 0, self.since[store, document])
+                self._write(
+                    store, document, Why("set aside before; the ledger's line was lost"), 0, self.since[store, document]
+                )
         if self.since:
             notes.append(f"quarantine: {len(self.since) - len(self.released)} documents are set aside")
         return notes
@@ -175,5 +176,3 @@ def release(path: Path, lines: Iterable[Quarantined]) -> None:
                 epoch=line.epoch,
             ),
         )
-
-

@@ -30,6 +30,7 @@ from headway.guard.environment import collect_environment
 from headway.guard.folder_lock import FolderLock
 from headway.guard.ledger import Ledger
 from headway.guard.process_group import control, init_process_group
+from headway.guard.quarantine import Quarantine, read_ledger
 from headway.guard.ranks import RankEnv, restart_of
 from headway.guard.signals import StopRequest
 from headway.guard.tiers import Tiers
@@ -47,7 +48,7 @@ from headway.train import fitting
 from headway.train import resume as resuming
 from headway.train.agreement import first_failure
 from headway.train.clock import StepClock
-from headway.train.data import Say, evaluation_view, make_stream, prepare_sources, total_steps, training_view
+from headway.train.data import Say, decoder, evaluation_view, make_stream, prepare_sources, total_steps, training_view
 from headway.train.evaluate import Evaluator
 from headway.train.export import export_live
 from headway.train.flop_counter import FlopCounter
@@ -59,9 +60,11 @@ from headway.train.model import BuiltModel, build_model, use_deterministic_kerne
 from headway.train.optim import Optimizers, build_optimizers
 from headway.train.places import describe as describe_places
 from headway.train.reporter import Reporter
+from headway.train.rollback import Went, go_back
 from headway.train.run import Run
 from headway.train.saves import Saves
 from headway.train.schedule import Schedule
+from headway.train.spikes import Spikes
 from headway.train.step import Learner
 from headway.train.supply import Supply
 
@@ -177,6 +180,7 @@ def _build(
     saved = sum(p.numel() * p.element_size() for p in kept)
     for line in describe_places(config.checkpoint, tiers, saved, optimizer_bytes * place.layout.shard, place.world):
         say(f"checkpoints: {line}")
+    spikes = _spikes(config, learner, fit, stream, folder, place, reporter, tiers, state, say)
     return Run(
         config=config,
         session_start=_session_start(reporter, state, place, steps, peak, model, stream, facts, kernels),
@@ -186,11 +190,12 @@ def _build(
         schedule=_schedule(config, steps),
         supply=Supply(
             lambda position: Feeder(
-                stream, position, place.rank, place.world, place.device.torch, depth=config.data.prefetch
+                spikes.stream, position, place.rank, place.world, place.device.torch, depth=config.data.prefetch
             ),
             state.position,
             reporter.local_incident,
         ),
+        spikes=spikes,
         counter=FlopCounter(model.shape, model.trainable, place.world, _trained_head(kernels)),
         reporter=reporter,
         run_clock=run_clock,
@@ -302,6 +307,47 @@ def _learner(
         agree=first_failure,
         before_update=before_update,
     )
+
+
+def _spikes(
+    config: RunConfig,
+    learner: Learner,
+    fit: Fit,
+    stream: Stream,
+    folder: RunFolder,
+    place: Place,
+    reporter: Reporter,
+    tiers: Tiers,
+    state: resuming.Resumed,
+    say: Say,
+) -> Spikes:
+    """The guard, with the documents that were set aside before taken out of the stream."""
+    aside = Quarantine(folder.quarantine, stream.view, writes=place.rank == 0, decode=decoder(config))
+    ledger = control().on_main(lambda: read_ledger(folder.quarantine), UserError, (UserError, OSError))
+    for note in aside.join(state.quarantine, ledger, state.position.epoch):
+        say(note)
+    lora, clock = config.model.lora is not None, reporter.run_clock
+
+    def back(before_step: int) -> Went | None:
+        with clock.phase("downtime.reload"):
+            return go_back(tiers, learner, before_step, trainable_only=lora)
+
+    spikes = Spikes(
+        config.guard,
+        learner,
+        fit,
+        aside.stream(stream),
+        aside,
+        place.rank,
+        place.world,
+        f"seq_len {config.data.seq_len}, {stream.options.sequences_per_step} sequences of {stream.fingerprint[:12]}",
+        reporter.incident,
+        back,
+        config.optim.clip_norm,
+    )
+    spikes.load(state.guard)
+    reporter.watch = spikes.observe
+    return spikes
 
 
 def _fit(

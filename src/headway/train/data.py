@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from headway.account.errors import UserError
 from headway.config.data import Source
@@ -13,6 +14,7 @@ from headway.data.prepare import PrepareOptions, prepare
 from headway.data.report_text import report_lines
 from headway.data.store import ShardFolder, is_store, open_store
 from headway.data.stream import Stream, StreamOptions
+from headway.data.tokenizer import open_tokenizer
 from headway.data.view import View, ViewOptions, Weighted
 
 Say = Callable[[str], None]
@@ -98,6 +100,18 @@ def make_stream(config: RunConfig, view: View, sequences_per_step: int) -> Strea
             group_by_length=config.data.group_by_length,
         ),
     )
+
+
+def decoder(config: RunConfig) -> Callable[[list[int]], str]:
+    """Token ids to text by the run's tokenizer, opened when first asked for (few runs ever show a document)."""
+    opened: list[Any] = []
+
+    def decode(ids: list[int]) -> str:
+        if not opened:
+            opened.append(open_tokenizer(str(config.model.tokenizer or config.model.path)))
+        return str(opened[0].decode(ids, skip_special_tokens=False))
+
+    return decode
 
 
 def total_steps(config: RunConfig, stream: Stream) -> int:

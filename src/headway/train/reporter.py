@@ -109,8 +109,8 @@ class Reporter:
         productive = closed.host_wall_ns - closed.account.total("checkpoint")
         self._before.append((step, self.totals.copy(), productive))
 
-    def go_back(self, step: int, totals: Totals | None = None) -> int:
-        """Steps behind `step` do not count: they will be made again. Returns how many were told of in vain.
+    def go_back(self, step: int, totals: Totals | None = None) -> float:
+        """Steps behind `step` do not count: they will be made again. Returns the seconds that they took.
 
         totals: those of the state that training goes back to, where it is further back than the last steps.
         """
@@ -119,19 +119,22 @@ class Reporter:
             self.totals = totals
         elif lost:
             self.totals = lost[0][1]
-        self.run_clock.lose(sum(wall for _, _, wall in lost))
+        lost_ns = sum(wall for _, _, wall in lost)
+        self.run_clock.lose(lost_ns)
         self._before = deque((before for before in self._before if before[0] <= step), self._before.maxlen)
         self.skipped_in_a_row = 0
-        return len(lost)
+        return lost_ns / 1e9
 
     def tell(self, line: Line) -> None:
         for observer in self.observers:
             observer.tell(line)
 
-    def incident(self, fault: str, step: int, evidence: str, action: str, seconds_lost: float = 0.0) -> None:
+    def incident(
+        self, fault: str, step: int, evidence: str, action: str, seconds_lost: float = 0.0, steps_lost: int = 0
+    ) -> None:
         """Adds a line to the ledger (rank 0) and says it aloud."""
         if self.rank == 0:
-            self._write_incident(fault, step, evidence, action, seconds_lost)
+            self._write_incident(fault, step, evidence, action, seconds_lost, steps_lost)
 
     def local_incident(self, fault: str, evidence: str, action: str, seconds_lost: float) -> None:
         """The same for what one rank alone has met, whichever it is, in the step that it works on."""
@@ -140,8 +143,12 @@ class Reporter:
     def _step_in_work(self) -> int:
         return self.totals.steps + len(self._pending) + 1
 
-    def _write_incident(self, fault: str, step: int, evidence: str, action: str, seconds_lost: float) -> None:
-        self.ledger.record(fault, step, evidence=evidence, action=action, seconds_lost=seconds_lost)
+    def _write_incident(
+        self, fault: str, step: int, evidence: str, action: str, seconds_lost: float, steps_lost: int = 0
+    ) -> None:
+        self.ledger.record(
+            fault, step, evidence=evidence, action=action, seconds_lost=seconds_lost, steps_lost=steps_lost
+        )
 
     def out_of_memory(self, evidence: str, action: str, seconds: float) -> None:
         """Tells of an attempt at a step that some rank had no memory for."""

@@ -47,6 +47,8 @@ class Resumed:
     totals: Totals | None = None
     notes: tuple[str, ...] = ()
     loss_scale: dict[str, Any] | None = None
+    guard: dict[str, Any] | None = None
+    quarantine: tuple[tuple[int, int, int, int], ...] = ()
 
 
 def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any], base_digest: str) -> dict[str, Any]:
@@ -168,4 +170,6 @@ def resume(
         totals=Totals.from_dict(meta["totals"]),
         notes=(*notes, *loaded.notes),
         loss_scale=meta.get("loss_scale"),
+        guard=meta.get("guard"),
+        quarantine=tuple(tuple(one) for one in meta.get("quarantine", ())),
     )

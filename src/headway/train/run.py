@@ -9,9 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from headway.account.events import EvalLine, Line, SessionEnd, SessionStart
 from headway.account.run_clock import RunClock
+from headway.account.totals import Totals
 from headway.config.run import RunConfig
+from headway.data.batch import BadDocuments
 from headway.data.feed import Fed
 from headway.data.global_batch import Position
 from headway.guard.beacon import AGREEING, Beacon, collectives_entered
@@ -29,7 +33,8 @@ from headway.train.reporter import Reporter, StepFacts
 from headway.train.saves import Saves, Snapshot
 from headway.train.scalars import Scalars
 from headway.train.schedule import Schedule
-from headway.train.step import Learner
+from headway.train.spikes import Spikes
+from headway.train.step import Learner, Unreadable
 from headway.train.supply import Supply
 
 # Python's collector runs at fixed steps, the same on every rank: a rank that collects alone makes all others wait.
@@ -52,6 +57,7 @@ class Run:
     fit: Fit
     schedule: Schedule
     supply: Supply
+    spikes: Spikes
     counter: FlopCounter
     reporter: Reporter
     run_clock: RunClock
@@ -85,6 +91,8 @@ class Run:
             self.evaluate()
 
     def has_steps_left(self) -> bool:
+        if self.step >= self.total_steps:
+            self._end_step()  # the last step may have to be made again
         return self.step < self.total_steps
 
     def begin_step(self) -> None:
@@ -101,20 +109,30 @@ class Run:
         with self.clock.phase("host.logging"):
             self.reporter.tell_finished(in_flight)
             self.saves.tell()
+        if self.spikes.alarms:
+            self.clock.abandon()
+            self._mend()
+            self.clock.begin_step()
         if self.beacon is not None:
             self.beacon.told()
 
     def next_batch(self) -> Fed:
         with self.clock.phase("data"):
-            return self.supply.next(self.position)
+            try:
+                return self.supply.next(self.position)
+            except BadDocuments as bad:
+                return self.spikes.stand_in(self.position, bad)
 
     def learn(self, fed: Fed) -> None:
         """Makes one step. A global batch without a trained token updates nothing and is counted as skipped."""
-        lr = self.learner.optimizers.set_lr(self.schedule.factor(self.step))
+        lr = self.learner.optimizers.set_lr(self.schedule.factor(self.step) * self.spikes.lr_factor(self.step + 1))
         scalars = None
-        if fed.batch.trained_tokens:
-            trained = fed.batch.trained_tokens
-            scalars = Scalars(self.fit.run(lambda parts: self.learner.update(parts, trained), fed.micro_batches))
+        while fed.batch.trained_tokens:
+            try:
+                scalars = Scalars(self._update(fed))
+                break
+            except Unreadable:
+                fed = self._without_unreadable(fed)
         counted = self.counter.count(fed.batch, self.fit.level)
         self.step += 1
         self.position = fed.batch.next
@@ -137,6 +155,50 @@ class Run:
                 flops=counted.flops,
                 scalars=scalars,
             )
+        )
+
+    def _update(self, fed: Fed) -> Tensor:
+        trained, step = fed.batch.trained_tokens, self.step + 1
+        limits = self.spikes.prepare(step, fed.batch)
+        row = self.fit.run(
+            lambda parts: self.learner.update(parts, trained, limits, unreadable=bool(fed.bad)), fed.micro_batches
+        )
+        self.spikes.made(step)
+        return row
+
+    def _without_unreadable(self, fed: Fed) -> Fed:
+        """The same step's batch, with the documents that some rank could not read set aside."""
+        self.spikes.set_unreadable_aside(fed, self.step + 1)
+        self.supply.go_to(self.position)
+        return self.next_batch()
+
+    def _mend(self) -> None:
+        """Finds out whose fault an alarm is, and puts the run back to where it is clean. All ranks alike."""
+        if self.hook is not None:
+            self.hook.pause()
+        self.reporter.tell_finished()
+        began, behind = time.perf_counter(), self.step
+        with self.run_clock.phase("downtime.detect"):
+            verdict = self.spikes.judge()
+        went = verdict.went
+        if went is None:
+            self.step, self.position, totals = verdict.at.step - 1, verdict.at.position, None
+        else:
+            self.step, self.position = went.step, Position.from_dict(went.meta["position"])
+            totals = Totals.from_dict(went.meta["totals"])
+            went.put_random_state_back()
+            self.saved_step = -1
+        lost_s = self.reporter.go_back(self.step, totals)
+        self.spikes.went_back(self.step)
+        self.position = verdict.jump or self.position
+        self.supply.go_to(self.position)
+        self.reporter.incident(
+            verdict.fault,
+            verdict.step,
+            verdict.evidence,
+            verdict.action,
+            lost_s + time.perf_counter() - began,
+            steps_lost=behind - self.step,
         )
 
     def collect_garbage(self) -> None:
@@ -168,8 +230,9 @@ class Run:
         """Evaluates and tells the result, once a step; the time is the run's, not the step's."""
         if self.evaluator is None or self._evaluated_step == self.step:
             return
+        if self._end_step():
+            return  # went back: what is due is due later
         self._evaluated_step = self.step
-        self._end_step()
         with self.run_clock.phase("evaluation"):
             found = self.evaluator.run(self.learner.replicas)
         self.reporter.tell(
@@ -193,7 +256,8 @@ class Run:
         A save that fails is an incident, and training goes on with the checkpoint before; with `must` (nothing would
         come after it) this returns when the state is on the disk, and a failure is an error.
         """
-        self._end_step()
+        if self._end_step() and not must:
+            return
         if must and self.saved_step == self.step:
             return
         with self.run_clock.phase("checkpoint_stall"):
@@ -219,6 +283,8 @@ class Run:
             "session": self.reporter.session,
             "identity": self.identity,
             "loss_scale": self.learner.scale.state() if self.learner.scale else None,
+            "guard": self.spikes.state(),
+            "quarantine": self.spikes.quarantine.state(),
         }
 
     def finish(self) -> None:
@@ -238,11 +304,16 @@ class Run:
         for line in lines:
             self.reporter.tell(line)
 
-    def _end_step(self) -> None:
+    def _end_step(self) -> bool:
+        """Closes the books on every step; True where the run had to go back for that."""
         if self.hook is not None:
             self.hook.pause()
         self.clock.end_step()
         self.reporter.tell_finished()
+        if not self.spikes.alarms:
+            return False
+        self._mend()
+        return True
 
     def close(self, reason: str) -> None:
         """Tells the end, also of a failure, and lets everything go."""

@@ -12,6 +12,8 @@ import torch
 
 from headway.account.errors import UserError
 from headway.config.guard import GuardConfig
+from headway.data.batch import BadDocuments
+from headway.data.feed import Fed, stand_in
 from headway.data.global_batch import GlobalBatch, Position
 from headway.data.stream import Stream
 from headway.guard.process_group import control
@@ -23,8 +25,10 @@ from headway.guard.spikes.watcher import NOT_FINITE, Alarm, Limits, Watcher
 from headway.train.figures import Detail, figures_of
 from headway.train.memory import Fit, random_state, set_random_state
 from headway.train.optim import gradient_names
+from headway.train.rollback import Went
 from headway.train.step import Learner
 
+_TRIES = 8  # times that the same batch may turn out to have another bad document
 _KEPT = 4  # steps that may still be told of after later ones were launched
 
 
@@ -44,18 +48,10 @@ class Launched:
         return self.batch.position
 
 
-@dataclass(frozen=True)
-class Went:
-    """Where training stands after `go_back`: the state behind this step, and what its checkpoint says."""
-
-    step: int
-    meta: dict[str, Any]
-
-
 GoBack = Callable[[int], Went | None]
 """Puts the newest checkpoint of an earlier step into the live model; None where there is none."""
-Tell = Callable[[str, int, str, str, int], None]
-"""fault, step, evidence, action, steps lost"""
+Tell = Callable[[str, int, str, str], None]
+"""fault, step, evidence, action"""
 
 
 @dataclass
@@ -84,6 +80,7 @@ class Spikes:
     _launched: dict[int, Launched] = field(default_factory=dict)
     _aside_lately: list[tuple[int, int]] = field(default_factory=list)
     """(step, documents set aside)"""
+    _unreadable: list[Position] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.watcher = Watcher(uniform=math.log(min(store.vocab_size for store in self.stream.view.stores)))
@@ -121,7 +118,29 @@ class Spikes:
         if self.config.spikes == "act":
             self.alarms = alarms
         elif alarms:
-            self.tell(*self._evidence(alarms, launched), "only watched (guard.spikes: watch)", 0)
+            self.tell(*self._evidence(alarms, launched), "only watched (guard.spikes: watch)")
+
+    def lr_factor(self, step: int) -> float:
+        return self.policy.lr_factor(step)
+
+    def stand_in(self, position: Position, bad: BadDocuments) -> Fed:
+        """Padding for a rank that could not read its documents; raises `bad` again where nothing may be set aside."""
+        if not self.config.quarantine or sum(at == position for at in self._unreadable) > _TRIES:
+            raise bad
+        return stand_in(self.stream, position, bad, self.rank, self.world, self.learner.device)
+
+    def set_unreadable_aside(self, fed: Fed, step: int) -> None:
+        """What any rank could not read is set aside on all of them. Collective."""
+        found = sorted({one for part in control().gather(list(fed.bad)) for one in part})
+        self._unreadable.append(fed.batch.position)
+        self.set_aside([(raw, Why(f"cannot be read: {why}")) for raw, why in found], fed.batch.position, step)
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        self.tell("bad document", step, found[0][1] + more, f"set aside {len(found)} documents")
+
+    def went_back(self, step: int) -> None:
+        """Training stands behind `step` again; steps after it are forgotten."""
+        self.watcher.rewind(step + 1)
+        self._launched = {at: launched for at, launched in self._launched.items() if at <= step}
 
     # -- what happened -------------------------------------------------------------------------------------------------
 
@@ -151,7 +170,8 @@ class Spikes:
         verdict.went = self.go_back(first_bad)
         if verdict.went is None:
             return self._nothing_older(verdict, at)
-        self._load(verdict.went.meta["guard"])
+        if "guard" in verdict.went.meta:
+            self._load(verdict.went.meta["guard"])
         cause = self._cause(at)
         verdict.looks += cause.looks
         if cause.kind == "documents":
@@ -160,7 +180,9 @@ class Spikes:
             if self.policy.again_too_often(at.step, "shift"):
                 self._stop(verdict, "the data's level was accepted as new, and the same step failed again")
             self.let_through = at.step
-            return verdict.act("the data has changed: all of the batch is so at an older state too; accepted as the level")
+            return verdict.act(
+                "the data has changed: all of the batch is so at an older state too; accepted as the level"
+            )
         return self._not_data(verdict, at)
 
     def _not_data(self, verdict: Verdict, at: Launched) -> Verdict:
@@ -204,7 +226,9 @@ class Spikes:
         self.policy.happened.append((at.step, "documents"))
         losses = cause.look.documents if cause.look is not None else {}
         reason = f"{verdict.fault}: {verdict.evidence}"
-        self.set_aside([(raw, Why(reason, losses.get(raw, (math.nan, 0))[0])) for raw in documents], at.position, at.step)
+        self.set_aside(
+            [(raw, Why(reason, losses.get(raw, (math.nan, 0))[0])) for raw in documents], at.position, at.step
+        )
         verdict.documents = tuple(documents)
         where = f"went back to step {verdict.went.step}, " if verdict.went is not None else ""
         return verdict.act(f"{where}set aside {len(documents)} of {len(at.batch.documents)} documents: {named}")
@@ -273,10 +297,10 @@ class Spikes:
         return "not finite", at.step, said
 
     def _stop(self, verdict: Verdict, why: str) -> None:
-        self.tell(verdict.fault, verdict.step, verdict.evidence, f"stopped: {why}", 0)
+        self.tell(verdict.fault, verdict.step, verdict.evidence, f"stopped: {why}")
         raise UserError(
-            f"step {verdict.step}: {verdict.evidence}: {why}; stopped. Look at incidents.jsonl, lower optim.lr or clean "
-            "the data, then start again: the run goes on from its newest checkpoint"
+            f"step {verdict.step}: {verdict.evidence}: {why}; stopped. Look at incidents.jsonl, lower optim.lr or "
+            "clean the data, then start again: the run goes on from its newest checkpoint"
         )
 
     # -- saved ---------------------------------------------------------------------------------------------------------

@@ -25,6 +25,13 @@ class OutOfMemory(Exception):
     """Some rank had no memory for its micro-batches. Raised on all ranks; no gradient is left, nothing was updated."""
 
 
+class Unreadable(Exception):
+    """Some rank could not read its documents. Raised on all ranks; no gradient is left, nothing was updated."""
+
+
+_UNREADABLE = "unreadable documents"
+
+
 def _mine_alone(failure: str | None) -> str | None:
     return failure
 
@@ -65,7 +72,14 @@ class Learner:
         """Lets updates be made again after a step that was held back."""
         self._hold = torch.zeros((), dtype=torch.bool, device=self.device)
 
-    def update(self, micro_batches: Sequence[Batch], trained_tokens: int, limits: Limits | None = None) -> Tensor:
+    def update(
+        self,
+        micro_batches: Sequence[Batch],
+        trained_tokens: int,
+        limits: Limits | None = None,
+        *,
+        unreadable: bool = False,
+    ) -> Tensor:
         """Runs forward and backward over this rank's micro-batches and updates the parameters.
 
         The gradient is that of the sum of the losses of all trained tokens of the global batch, over all ranks,
@@ -80,8 +94,9 @@ class Learner:
 
         Raises:
             OutOfMemory: on all ranks, where one of them ran out of memory.
+            Unreadable: on all ranks, where one of them is `unreadable`: its micro-batches are only stand-ins.
         """
-        sums = self.learn(micro_batches, trained_tokens)
+        sums = self.learn(micro_batches, trained_tokens, unreadable)
         with self.clock.phase("comm.dp"):
             table = gather(self._local(sums), self.replicas.size)
         if self.before_update is not None:
@@ -141,16 +156,19 @@ class Learner:
         self._hold = self._hold | spike | broken
         return self._hold
 
-    def learn(self, micro_batches: Sequence[Batch], trained_tokens: int) -> Tensor:
+    def learn(self, micro_batches: Sequence[Batch], trained_tokens: int, unreadable: bool = False) -> Tensor:
         """Leaves the gradients on the parameters; returns this rank's sums of objective and nll, float32 [2].
 
-        Raises OutOfMemory as `update` does.
+        Raises as `update` does.
         """
         self.optimizers.zero_grad()
         self._documents = Documents(self.device)
         sums, failure = self._accumulate(micro_batches, trained_tokens)
         with self.clock.phase("host.sync"):
-            failure = self.agree(failure)
+            failure = self.agree(_UNREADABLE if unreadable else failure)
+        if failure is not None and _UNREADABLE in failure:
+            self.optimizers.zero_grad()
+            raise Unreadable(failure)
         if failure is not None:
             self.optimizers.zero_grad()
             free_memory(self.replicas.device_type)

@@ -51,9 +51,7 @@ class _Search:
         return self.known[key]
 
 
-def find_cause(
-    replay: Replay, clean: Callable[[Figures], bool], usual: float, most_share: float
-) -> Cause:
+def find_cause(replay: Replay, clean: Callable[[Figures], bool], usual: float, most_share: float) -> Cause:
     """Looks at the batch again and again.
 
     Args:

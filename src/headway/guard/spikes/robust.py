@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-RECENT = 24
+RECENT = 12
 """Values whose median is where the next one is expected: short, so that a falling loss is followed."""
-SPREAD = 64
+SPREAD = 32
 """Deviations whose median size is the present noise."""
 WINDOW = 1536
 """Deviations, over the noise of their time, that tails are read from."""
@@ -28,6 +28,7 @@ _TAIL_SHARE = 0.05
 _SHAPE = 0.05
 _NEAR_FLOOR = 0.6
 _MARGIN = 1.15  # for the scale, which is known no better
+_TAIL_LEAST, _YOUNG = 150, (10.0, 6.0)  # deviations of a normal distribution, far and near, until there are so many
 _REFRESH = 16  # values between two looks at the tails: sorting each time would cost more than all the rest
 
 
@@ -42,10 +43,11 @@ class Range(NamedTuple):
 class Track:
     """One figure over the steps. Only values that were judged clean are absorbed, so no spike can widen the limits.
 
-    The expected value is the median of the last `RECENT`. A value's deviation is taken from what was expected before
-    it came, and divided by the noise of that moment, so that a warm-up's turbulence is not held against later steps.
-    Limits lie where these deviations' own tails (their mean excess over the outer 5 %) would be passed with the chances
-    FAR and NEAR: for values too high by the upper tail, for values too low by the lower one. Deterministic.
+    The expected value is the median of the last `RECENT`, moved on by its lag behind the trend. A value's deviation
+    is taken from what was expected before it came, and divided by the noise of that moment, so that a warm-up's
+    turbulence is not held against later steps. Limits lie where these deviations' own tails (their mean excess over the
+    outer 5 %) would be passed with the chances FAR and NEAR: for values too high by the upper tail, for values too low
+    by the lower one. Deterministic.
 
     floor: the smallest deviation that matters, in the figure's own unit.
     """
@@ -84,7 +86,7 @@ class Track:
         if self.recent:
             if self._noise is not None:
                 self.relative.append((value - self.centre) / self._noise if self._noise > 0 else 0.0)
-            self.deviations.append(value - self.centre)
+            self.deviations.append(value - _middle(self.recent))
         self.recent.append(value)
         del self.recent[:-RECENT], self.deviations[:-SPREAD], self.relative[:-WINDOW]
         self.seen += 1
@@ -116,19 +118,21 @@ class Track:
 
     def _look(self) -> None:
         """What is expected next, and the noise around it (as a normal distribution's standard deviation)."""
-        self.centre = _middle(self.recent) if self.recent else math.nan
         known = len(self.deviations) >= LEAST
-        self._noise = _MAD * _middle([abs(value) for value in self.deviations]) if known else None
+        # A median lags behind a trend by half its window: that much every deviation has in common.
+        lag = _middle(self.deviations) if known else 0.0
+        self.centre = _middle(self.recent) + lag if self.recent else math.nan
+        self._noise = _MAD * _middle([abs(value - lag) for value in self.deviations]) if known else None
 
     def _measure(self) -> list[tuple[float, float]]:
         """(down, up) far and near, in units of the present noise."""
-        # Few values know their noise badly, and stand in a warm-up: with twelve of them limits are twice as wide.
-        few = 1 + LEAST / max(LEAST, len(self.relative))
-        if len(self.relative) < LEAST:
-            return [(few * 2 * _NARROWEST,) * 2, (few * _NARROWEST,) * 2]
+        if len(self.relative) < _TAIL_LEAST:
+            # Few values know neither their noise nor their tails, and stand in a warm-up.
+            few = 1 + 0.5 * LEAST / max(LEAST, len(self.relative))
+            return [(few * reach,) * 2 for reach in _YOUNG]
         rising = np.sort(np.array(self.relative))
         return [
-            (few * max(_NARROWEST, below), few * max(_NARROWEST, above))
+            (max(_NARROWEST, below), max(_NARROWEST, above))
             for below, above in zip(_reach(-rising), _reach(rising[::-1]), strict=True)
         ]
 

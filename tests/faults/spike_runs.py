@@ -1,0 +1,121 @@
+"""Small runs in this process with a fault in them, and what they left: for the rows of spikes and bad documents."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headway.account.events import Incident, Quarantined, StepLine
+from headway.account.run_clock import RunClock
+from headway.config.load import load_run
+from headway.record.folder import RunFolder
+from headway.record.jsonl import read_jsonl
+from headway.train.build import build_run
+from headway.train.loop import train
+from headway.train.run import Run
+from headway.train.step_lines import StepLines
+from tiny import make_chats, run_file
+
+STEPS = 60
+Plant = Callable[[Run], None]
+
+
+@dataclass
+class Ran:
+    """losses: hexadecimal, by step, of the copy of each step that counts. weights: hash of the final ones."""
+
+    folder: RunFolder
+    lines: list[StepLine]
+    weights: str
+    reason: str = ""
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def losses(self) -> dict[int, str]:
+        return {line.step: line.loss.hex() for line in self.lines if line.loss is not None}
+
+    @property
+    def incidents(self) -> list[Incident]:
+        return read_jsonl(self.folder.incidents, Incident).items
+
+    @property
+    def quarantined(self) -> list[Quarantined]:
+        return read_jsonl(self.folder.quarantine, Quarantined).items
+
+
+def material(folder: Path, **sections: Any) -> Path:
+    """A run file whose runs have enough clean steps for spikes to be told from noise."""
+    path = run_file(
+        folder,
+        data={"slots": 256, "prefetch": 1},
+        train={"steps": STEPS, "global_batch_sequences": 4},
+        optim={"lr": 5e-3},
+        schedule={"kind": "constant"},
+        checkpoint={"at_end": False},
+        **sections,
+    )
+    make_chats(folder / "chats.jsonl", count=700)
+    return path
+
+
+def build(path: Path, *overrides: str, said: list[str] | None = None) -> Run:
+    config = load_run(path, list(overrides)).config
+    return build_run(config, None, RunClock(), observers=lambda: [StepLines()], say=(said or []).append)
+
+
+def ran(path: Path, *overrides: str, plant: Plant = lambda run: None) -> Ran:
+    """A run to its end in this process; `plant` puts the fault in once it is built."""
+    said: list[str] = []
+    run = build(path, *overrides, said=said)
+    plant(run)
+    reason = train(run)
+    return result(run, reason, said)
+
+
+def result(run: Run, reason: str = "", said: list[str] | None = None) -> Ran:
+    (lines,) = [each.steps for each in run.reporter.observers if isinstance(each, StepLines)]
+    return Ran(RunFolder(run.config.folder), lines, weights(run), reason, said or [])
+
+
+def weights(run: Run) -> str:
+    found = hashlib.sha256()
+    for parameter in run.learner.replicas.module.parameters():
+        found.update(parameter.detach().numpy().tobytes())
+    return found.hexdigest()
+
+
+def longest_of(run: Run, step: int) -> int:
+    """The raw document with the most tokens in the batch of a step (counted from 1)."""
+    batch = run.spikes.stream.global_batch(run.position)
+    for _ in range(step - run.step - 1):
+        batch = run.spikes.stream.global_batch(batch.next)
+    return int(batch.documents[np.argmax(batch.lengths)])
+
+
+def rewrite(run: Run, raw: int, tokens: Callable[[np.ndarray], np.ndarray]) -> None:
+    """From here on a document has other tokens."""
+    number, document = run.spikes.stream.view.locate(raw)
+    store = run.spikes.stream.view.stores[number]
+    read = store.tokens
+
+    def planted(doc: int, start: int = 0, stop: int | None = None) -> np.ndarray:
+        found = read(doc, start, stop)
+        return tokens(np.array(found)) if doc == document else found
+
+    store.tokens = planted  # type: ignore[method-assign]
+
+
+def garbage(seed: int = 0) -> Callable[[np.ndarray], np.ndarray]:
+    def made(ids: np.ndarray) -> np.ndarray:
+        return np.random.default_rng(seed).integers(0, 320, len(ids)).astype(ids.dtype)
+
+    return made
+
+
+def repeated(token: int = 77) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda ids: np.full_like(ids, token)
