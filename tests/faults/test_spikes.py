@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from faults.spike_runs import Plant, Ran, build, garbage, longest_of, material, ran, repeated, rewrite
+from faults.two_ranks import ran_on_two
 from headway.account.errors import UserError
+from headway.account.events import Incident, Quarantined
+from headway.record.jsonl import read_jsonl
 from headway.train import step as step_module
 from headway.train.run import Run
 
@@ -183,3 +186,43 @@ def test_row_24_a_spike_that_keeps_coming_back_escalates_and_stops(path: Path) -
         train(run)
     actions = [incident.action for incident in result(run).incidents]
     assert "learning rate" in actions[0] and "left out" in actions[1] and actions[-1].startswith("stopped")
+
+
+@pytest.mark.parametrize("sharded", [1, 2], ids=["ddp", "fsdp"])
+def test_row_19_two_ranks_skip_together_and_the_one_with_the_nan_is_named(path: Path, sharded: int) -> None:
+    layout = (f"parallel.fsdp={sharded}", f"parallel.replicate={2 // sharded}", "train.steps=16")
+
+    def plant(run: Run, rank: int) -> None:
+        if rank == 1:
+            once(12, nan_in_activations if sharded == 2 else one_nan)(run)
+
+    name = f"two-{sharded}"
+    found = ran_on_two(path, f"name={name}", *layout, plant=plant)
+    twin = ran_on_two(path, f"name={name}-twin", *layout, plant=lambda run, rank: None)
+    assert [one["weights"] for one in found] == [one["weights"] for one in twin]
+    assert found[0]["losses"] == twin[0]["losses"]
+    (incident,) = read_jsonl(path.parent / "runs" / name / "incidents.jsonl", Incident).items
+    assert incident.step == 12 and "on rank 1" in incident.evidence and "weight" in incident.evidence
+
+
+def nan_in_activations(run: Run) -> None:
+    """FSDP's own backward hooks see sharded parameters: the NaN goes in where the gradient is made."""
+    layer = run.learner.replicas.module.model.layers[1].mlp
+
+    def poison(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        hook.remove()
+        output.register_hook(lambda grad: grad * math.nan)
+
+    hook = layer.register_forward_hook(poison)
+
+
+def test_row_21_two_ranks_set_the_same_document_aside(path: Path) -> None:
+    culprit: list[int] = []
+
+    def plant(run: Run, rank: int) -> None:
+        culprit.append(culprit[0] if culprit else longest_of(run, AT))
+        rewrite(run, culprit[0], garbage())
+
+    found = ran_on_two(path, "name=two-poisoned", "parallel.fsdp=2", SHORT, plant=plant)
+    (document,) = read_jsonl(path.parent / "runs" / "two-poisoned" / "quarantine.jsonl", Quarantined).items
+    assert document.step == AT and found[0]["step"] == found[1]["step"] == 54

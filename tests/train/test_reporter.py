@@ -122,7 +122,7 @@ def test_lines_are_told_late_when_the_device_is_still_at_work(reporter: Reporter
     for step in (1, 2):
         reporter.clock.begin_step()
         reporter.launched(
-            StepFacts(step, Position(), Position(0, 1), 0.1, 1, 1, 1, 1, 1, 1, 1, 1, Flops(), Scalars(torch.ones(4)))
+            StepFacts(step, Position(), Position(0, 1), 0.1, 1, 1, 1, 1, 1, 1, 1, 1, Flops(), Scalars(torch.ones(9)))
         )
         reporter.tell_finished(in_flight=1)
     assert [line.step for line in heard.lines if isinstance(line, StepLine)] == [1]

@@ -1,4 +1,4 @@
-"""`headway data prepare|inspect`."""
+"""`headway data prepare|inspect`; `quarantine` has a file of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headway.cli import data_quarantine
 from headway.cli.output import print_json
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from headway.data.options import Progress
 
 app = typer.Typer(no_args_is_help=True, help="Prepare chats and text once, offline; look at what training will see.")
+
+app.add_typer(data_quarantine.app, name="quarantine")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

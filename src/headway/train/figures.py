@@ -30,6 +30,7 @@ class Local(NamedTuple):
     nll: Tensor
     highest: Tensor  # mean nll of a single document; -inf, inf where the rank has none long enough
     lowest: Tensor
+    broken: Tensor  # 1 where this rank's own gradient is not finite, before it was summed with the others'
     moved: Tensor  # the last update's sampled squares over the squared learning rate, and how many
     sampled: Tensor
 

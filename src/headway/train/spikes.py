@@ -22,7 +22,7 @@ from headway.guard.spikes.cause import Cause, Look, find_cause
 from headway.guard.spikes.figures import LOSS, UPDATE, Figures
 from headway.guard.spikes.policy import Policy
 from headway.guard.spikes.watcher import NOT_FINITE, Alarm, Limits, Watcher
-from headway.train.figures import Detail, figures_of
+from headway.train.figures import Detail, Local, figures_of
 from headway.train.memory import Fit, random_state, set_random_state
 from headway.train.optim import gradient_names
 from headway.train.rollback import Went
@@ -287,13 +287,16 @@ class Spikes:
         detail = at.detail
         names, norms = gradient_names(self.learner.replicas.module), detail.gradients.tolist()
         bad = [name for name, norm in zip(names, norms, strict=False) if not math.isfinite(norm)]
-        ranks = [rank for rank, row in enumerate(detail.table.tolist()) if not math.isfinite(row[0])]
+        rows = [Local._make(row) for row in detail.table.tolist()]
+        ranks = [rank for rank, row in enumerate(rows) if not math.isfinite(row.objective)]
+        gradients = [rank for rank, row in enumerate(rows) if row.broken]
         parts = control().gather(bad)
         bad = list(dict.fromkeys(name for part in parts for name in part))
         if ranks:
             said += f"; the loss of rank {', '.join(map(str, ranks))}"
         if bad:
             said += f"; the gradient of {bad[0]}" + (f" and {len(bad) - 1} more" if len(bad) > 1 else "")
+            said += f" on rank {', '.join(map(str, gradients))}" if gradients else ""
         return "not finite", at.step, said
 
     def _stop(self, verdict: Verdict, why: str) -> None:

@@ -13,6 +13,7 @@ from headway.config.train import LossConfig
 from headway.data.batch import Batch
 from headway.guard.spikes.watcher import Limits
 from headway.model.forward import forward_loss
+from headway.parallel.broken import BrokenGradients
 from headway.parallel.out_of_memory import Collectives, can_be_finished, free_memory, is_out_of_memory
 from headway.parallel.wrap import Replicas
 from headway.train.clock import StepClock
@@ -55,12 +56,14 @@ class Learner:
     detail: Detail | None = None
     sample: UpdateSample = field(init=False)
     _collectives: Collectives = field(init=False)
+    _broken: BrokenGradients = field(init=False)
     _hold: Tensor = field(init=False)
     _documents: Documents = field(init=False)
 
     def __post_init__(self) -> None:
         self._collectives = Collectives(self.replicas)
         self.sample = UpdateSample(self.replicas.module)
+        self._broken = BrokenGradients(self.replicas.call)
         self._documents = Documents(self.device)
         self.release()
 
@@ -137,7 +140,7 @@ class Learner:
 
     def _local(self, sums: Tensor) -> Local:
         highest, lowest = self._documents.extremes()
-        return Local(sums[0], sums[1], highest, lowest, self.sample.moved, self.sample.count)
+        return Local(sums[0], sums[1], highest, lowest, self._broken.take(), self.sample.moved, self.sample.count)
 
     def _row(
         self, table: Tensor, trained_tokens: int, norm: Tensor, scale: Tensor | None
