@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.distributed.tensor import DTensor
 
 from headway.account.events import Incident, Quarantined, StepLine
 from headway.account.run_clock import RunClock
@@ -85,7 +86,9 @@ def result(run: Run, reason: str = "", said: list[str] | None = None) -> Ran:
 def weights(run: Run) -> str:
     found = hashlib.sha256()
     for parameter in run.learner.replicas.module.parameters():
-        found.update(parameter.detach().numpy().tobytes())
+        whole = parameter.detach()
+        mine = whole.to_local() if isinstance(whole, DTensor) else whole
+        found.update(mine.numpy().tobytes())
     return found.hexdigest()
 
 

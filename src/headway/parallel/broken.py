@@ -20,7 +20,8 @@ class BrokenGradients:
     def __init__(self, call: nn.Module) -> None:
         self._flag = torch.zeros((), dtype=torch.bool, device=next(call.parameters()).device)
         if isinstance(call, DistributedDataParallel):
-            call.register_comm_hook(call.process_group, self._sum_bucket)
+            # A lambda, because DDP refuses a hook whose annotations it does not know.
+            call.register_comm_hook(call.process_group, lambda group, bucket: self._sum_bucket(group, bucket))
         elif isinstance(call, FSDPModule):
             reduce_scatter = _watching(self)
             for module in call.modules():

@@ -113,9 +113,9 @@ def gather(local: Local, ranks: int) -> Tensor:
     row = torch.stack([value.float() for value in local])
     if ranks == 1:
         return row[None]
-    table = row.new_empty(ranks, len(row))
+    table = row.new_empty(ranks * len(row))
     dist.all_gather_into_tensor(table, row)
-    return table
+    return table.view(ranks, len(row))
 
 
 class Row(NamedTuple):
