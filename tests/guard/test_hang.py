@@ -59,6 +59,16 @@ def test_a_save_far_longer_than_those_before_it_is_a_hang() -> None:
     assert judge.judge(401 * S, {0: pulse(300, phase="checkpoint_stall")}) is not None
 
 
+def test_a_restart_that_takes_far_longer_than_the_first_start_is_a_hang() -> None:
+    judge = HangJudge()
+    for at, phase in ((100, "startup.data"), (104, "startup.model"), (111, "compute.forward")):
+        judge.judge(at * S, {0: pulse(at, phase=phase, steps=0)})
+    again = pulse(200, phase="downtime.restart", steps=0, pid=2)
+    assert judge.judge(259 * S, {0: again}) is None
+    found = judge.judge(261 * S, {0: again})
+    assert found is not None and found.phase == "downtime.restart"
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0.2, 2.9), min_size=10, max_size=60), st.integers(2, 5))
 def test_heavy_tails_are_no_hang(factors: list[float], ranks: int) -> None:

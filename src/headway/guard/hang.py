@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headway.guard.beacon import AGREEING, LISTEN_S, Pulse
+from headway.guard.beacon import AGREEING, LISTEN_S, OUTSIDE, Pulse
 
 LEAST_S = 5.0
 FACTOR = 3.0
@@ -40,7 +40,7 @@ class Hang:
 
 @dataclass
 class HangJudge:
-    """Looks at all ranks' beacons now and then. Remembers how long the long phases took."""
+    """Looks at all ranks' beacons now and then. Remembers how long the long phases took, over all generations."""
 
     least_s: float = LEAST_S
     factor: float = FACTOR
@@ -74,16 +74,21 @@ class HangJudge:
             if pulse.steps < WARM_STEPS:
                 return self.long_s
             return max(self.least_s, self.factor * pulse.p99_ns() / 1e9)
-        known = self._longest.get(pulse.phase)
+        known = self._longest.get(_kind(pulse.phase))
         return self.long_s if known is None else max(_LONG_LEAST_S, self.least_s, _LONG_FACTOR * known)
 
     def _learn(self, rank: int, pulse: Pulse) -> None:
         before = self._seen.get(rank)
         self._seen[rank] = pulse
-        if before is None or before.pid != pulse.pid or is_in_step(before.phase) or before.phase == pulse.phase:
+        if before is None or before.pid != pulse.pid or is_in_step(before.phase) or before.beat_ns == pulse.beat_ns:
             return
-        took = max(0.0, (pulse.beat_ns - before.beat_ns) / 1e9)
-        self._longest[before.phase] = max(took, self._longest.get(before.phase, 0.0))
+        kind = _kind(before.phase)
+        self._longest[kind] = max((pulse.beat_ns - before.beat_ns) / 1e9, self._longest.get(kind, 0.0))
+
+
+def _kind(phase: str) -> str:
+    """Starting is one thing, whether for the first time or after a death: a restart that takes far longer hangs."""
+    return "start" if phase == OUTSIDE or phase.partition(".")[0] in ("startup", "downtime") else phase
 
 
 def left_one_out(pulses: Mapping[int, Pulse]) -> int | None:

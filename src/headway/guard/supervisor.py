@@ -55,6 +55,10 @@ class Supervisor:
     rank_files: Callable[[int], Path] | None = None
     slow: float | None = None
     sharded: bool = False
+    _judge: HangJudge = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._judge = HangJudge(least_s=self.hang_least_s)
 
     def run(self) -> int:
         """The exit code: 0, 75 when preempted with the state saved, 2 for a user's mistake, else of what failed."""
@@ -109,7 +113,7 @@ class Supervisor:
         if self.slow is not None and self.rank_files is not None and len(team) > 1:
             files = [self.rank_files(rank) for rank in range(len(team))]
             slow = SlowRanks(files, StragglerWatch(self.slow, self.sharded), self.ledger, team)
-        return Watch(folder, len(team), HangJudge(least_s=self.hang_least_s), self.ledger, lost, slow)
+        return Watch(folder, len(team), self._judge, self.ledger, lost, slow)
 
     def _final(self, ended: Ended, signals: Signals) -> int | None:
         """The code of a generation after which none follows; None to judge its death."""
