@@ -20,9 +20,10 @@ from headway.plan.rows import Case, read_cases
 
 
 def usable(path: Path) -> list[Case]:
-    """Rows with a plan and a speed, not flagged by whoever collected them; Korthikanti's are kept for judging only."""
+    """Rows with a published plan and a speed, not flagged by who collected them; Korthikanti's only judge."""
     cases, _ = read_cases(path)
-    return [case for case in cases if case.step_s and not case.flag and "Korthikanti" not in case.source]
+    rows = [case for case in cases if case.step_s and not case.flag and not case.guessed]
+    return [case for case in rows if "Korthikanti" not in case.source]
 
 
 def print_constants(found: Constants) -> None:

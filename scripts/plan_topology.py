@@ -26,8 +26,9 @@ def main() -> None:
     days = {r["row_id"]: (re.search(r"date (\d\d-\d\d)", r["notes"]) or ["", ""])[1] for r in read_rows(path)}
     judged = [case for case in cases if "Korthikanti" not in case.source]
     scored = validate_cases(cases, (), calibrate(judged, default_constants())).scored
-    errors = [abs(one.error or 0) for one in scored if "Korthikanti" in one.case.source]
-    print(f"Korthikanti, none used to calibrate: {len(errors)} rows, mean |error| {sum(errors) / len(errors):.1%}")
+    for name, found in (("no calibration", validate_cases(cases).scored), ("calibrated by the 2021 runs", scored)):
+        errors = [abs(one.error or 0) for one in found if "Korthikanti" in one.case.source]
+        print(f"Korthikanti, {name}: {len(errors)} rows, mean |error| {sum(errors) / len(errors):.1%}")
     sets: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
     for one in scored:
         case = one.case

@@ -63,7 +63,7 @@ def ideal() -> tuple[Constants, Cluster]:
     """A machine without overheads: all work at the datasheet's peak."""
     perfect = replace(
         default_constants(), gemm_bf16=1.0, attention=1.0, head_dim=0.0, gemm_traffic=0.0, elementwise=0.0, kernel=0.0,
-        launch=0.0, straggler=0.0, step=0.0, optimizer_bytes=0.0, hop=0.0, contention=0.0, attention_backward=2.0, hbm=1e9,
+        launch=0.0, straggler=0.0, step=0.0, optimizer_bytes=0.0, hop=0.0, hop_inside=0.0, contention=0.0, attention_backward=2.0, hbm=1e9,
     )  # fmt: skip
     device = replace(H100.device, measured=dict(H100.device.rates), link=1e18, inter_node=1e18)
     return perfect, replace(H100, device=device, gpus=1, inter_node=1e18)
@@ -98,7 +98,7 @@ def test_packed_documents_cost_what_their_squares_say() -> None:
 
 @pytest.mark.parametrize("size", [1, 10**6, 10**9])
 def test_collectives_move_the_textbook_volumes(size: int) -> None:
-    net = Network.of(H100, replace(default_constants(), hop=0.0))
+    net = Network.of(H100, replace(default_constants(), hop=0.0, hop_inside=0.0))
     group = net.group(8, 1)
     assert net.all_reduce(size, group) == pytest.approx(2 * 7 / 8 * size / net.link)
     assert net.gather(size, group) == pytest.approx(7 / 8 * size / net.link)
@@ -115,7 +115,7 @@ def test_groups_know_where_the_fast_domain_ends() -> None:
 
 
 def test_ring_volume_says_tp8_moves_117_hundredths_of_tp4() -> None:
-    net = Network.of(H100, replace(default_constants(), hop=0.0))
+    net = Network.of(H100, replace(default_constants(), hop=0.0, hop_inside=0.0))
     ratio = net.all_reduce(1e8, net.group(8, 1)) / net.all_reduce(1e8, net.group(4, 1))
     assert ratio == pytest.approx(7 / 8 / (3 / 4), rel=1e-9)
 

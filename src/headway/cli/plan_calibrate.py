@@ -1,45 +1,93 @@
-"""`headway plan calibrate`: factors of a software stack from a few of its runs."""
+"""`headway plan calibrate`: what your own runs and measurements say, for the plans that follow."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import orjson
 import typer
+import yaml
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.plan_options import Json
+from headway.cli.plan_options import Json, cluster_of
 
 
 def calibrate(
-    rows: Annotated[Path, typer.Argument(help="CSV of runs; docs/plan.md lists the columns.")],
-    out: Annotated[Path | None, typer.Option(help="Write the factors here (JSON), for --calibrate.")] = None,
+    source: Annotated[
+        list[Path], typer.Argument(help="CSV of runs, folders of Headway runs (runs/NAME), or bench peak/comm JSON.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="Write factors here (JSON, for --calibrate), or the cluster (YAML).")
+    ] = None,
+    cluster: Annotated[str, typer.Option(help="With bench JSON: the cluster it was measured on, e.g. H100x64.")] = "",
     json: Json = False,
 ) -> None:
-    """Fit one factor per stack, device and precision from at most three rows of each.
+    """Fit one factor per stack, device and precision from at most three runs of each; or turn measured rates and links
+    into a cluster file.
 
-    Example: headway plan calibrate rows.csv --out factors.json
+    Example: headway plan calibrate runs/first runs/second --out factors.json
     """
+    missing = [path for path in source if not path.exists()]
+    if missing:
+        raise UserError(f"{missing[0]}: no such file or folder")
+    if any(path.suffix == ".json" for path in source):
+        _from_bench(source, cluster, out, json)
+    else:
+        _from_runs(source, out, json)
+
+
+def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
     from headway.plan.calibrate import calibrate as run
     from headway.plan.constants import default_constants
-    from headway.plan.rows import read_cases
+    from headway.plan.predict import predict
+    from headway.plan.rows import Case, read_cases
+    from headway.plan.run_case import case_of_run
 
-    cases, unscored = read_cases(rows)
+    cases: list[Case] = []
+    unscored = 0
+    for path in source:
+        if path.is_dir():
+            cases.append(case_of_run(path))
+        else:
+            read, left = read_cases(path)
+            cases += read
+            unscored += len(left)
     found = run(cases, default_constants())
     if not found.factors:
-        raise UserError(f"{rows}: no row has a plan and a speed ({len(unscored)} could not be read)")
+        raise UserError(f"{source[0]}: no row has a plan and a speed ({unscored} could not be read)")
     content = {"version": 1, "groups": found.to_dict()}
     if out is not None:
         out.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2))
     if json:
         print_json(content)
         return
+    for case in cases:
+        if Path(case.source).is_dir():
+            seconds = predict(case.work, case.layout, case.cluster).step_s
+            print(f"{case.row_id}: {case.layout.describe()}: measured {case.step_s:.4g} s, predicted {seconds:.4g} s")
+            print("".join(f"  assumed: {text}\n" for text in case.assumed), end="")
     for group, factor in sorted(found.factors.items()):
         print(f"{' · '.join(group):<52} × {factor:.3f}  from {', '.join(found.rows[group])}")
     if out is not None:
         print(f"written: {out}")
+
+
+def _from_bench(source: list[Path], cluster: str, out: Path | None, json: bool) -> None:
+    from headway.plan.bench_file import cluster_keys, read_bench
+    from headway.plan.constants import default_constants
+
+    if not cluster:
+        raise UserError("bench JSON needs --cluster, the machine it was measured on, e.g. --cluster H100x64")
+    machines = cluster_of(cluster)
+    entries = [entry for path in source for entry in read_bench(path)]
+    keys = cluster_keys(entries, default_constants(), str(source[0]))
+    content: dict[str, Any] = {"device": machines.device.name, "gpus": machines.gpus, **keys}
+    text = yaml.safe_dump(content, sort_keys=False)
+    if out is not None:
+        out.write_text(text, encoding="utf-8")
+    print_json(content) if json else print(text, end="" if out is None else f"written: {out}\n")
 
 
 def register(app: typer.Typer) -> None:

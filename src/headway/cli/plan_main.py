@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +22,9 @@ from headway.cli.plan_options import (
     make_workload,
     parse_fix,
 )
+
+if TYPE_CHECKING:
+    from headway.plan.answer import Answer, Question
 
 
 def plan(
@@ -51,6 +55,9 @@ def plan(
     stack: StackName = "",
     top: Annotated[int, typer.Option(help="Plans to show.", min=1)] = 5,
     json: Json = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write a self-contained page: plans, accounts, scaling curve, frontier.")
+    ] = None,
 ) -> int:
     """Find the best parallel plans for a model on a cluster; say how long, how much, and what was ruled out.
 
@@ -91,12 +98,32 @@ def plan(
         budget=budget,
         terms=terms,
     )
-    found = answer(question)
+    try:
+        found = answer(question)
+    except UserError as error:
+        if html is not None:
+            _write_page(html, question, None, str(error))
+        raise
+    if html is not None:
+        _write_page(html, question, found)
     if json:
         print_json(found.to_dict())
     else:
         print("\n".join(found.lines()))
     return 0 if found.good else 1
+
+
+def _write_page(path: Path, question: Question, found: Answer | None, reason: str = "") -> None:
+    from headway.plan.sweep import around, sweep
+    from headway.watch.plan_page import write_plan_page
+
+    cluster, factor = question.clusters[0]
+    curve = None
+    if found is not None:
+        cluster, factor = next(pair for pair in question.clusters if pair[0] == found.plans[0].cluster)
+        free = {key: value for key, value in (question.fixed or {}).items() if key != "dp"}
+        curve = sweep(question.work, cluster, around(cluster), fixed=free, factor=factor)
+    write_plan_page(path, found, curve, f"{question.work.name} on {cluster.gpus:,} × {cluster.device.name}", reason)
 
 
 def register(app: typer.Typer) -> None:

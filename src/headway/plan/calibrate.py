@@ -1,8 +1,8 @@
 """Calibration: one factor on the step time per (stack, device, precision), from at most three rows of it.
 
-The factor is the median ratio measured / predicted of those rows, drawn towards 1 by how little three rows can say:
-with k rows it is exp(k / (k + LOYALTY) · log ratio). A group without rows of its own takes the factor of its stack's
-other groups, drawn further; a stack without rows keeps 1.
+The factor is the median ratio measured / predicted of those rows, drawn towards 1 by how little they can say: by their
+own scatter and number against the spread of stacks (`trust`, a normal prior). A group without rows of its own takes the
+factor of its stack's other groups, drawn further; a stack without rows keeps 1.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from headway.plan.rows import Case, read_cases
 
 Group = tuple[str, str, str]
 ROWS_PER_GROUP = 3
-# (spread of repeated rows of one plan and of models within a stack, 8 %) over (spread of stacks, 16 %), squared.
-LOYALTY = 0.25
+# Standard deviations of log(measured / predicted) over the public rows: of stacks against each other, each predicted by
+# constants fitted to the others, and of the rows of one stack, device and precision.
+BETWEEN, WITHIN = 0.08, 0.08
+# How many degrees of freedom the second of them is worth beside the scatter of at most three rows.
+_PRIOR_WEIGHT = 2.0
 # Another device or precision of the same stack says about as much as its own rows do about the half.
 RELATED = 0.5
 
@@ -76,6 +79,14 @@ def _three(rows: list[Case]) -> list[Case]:
     return [pool[round(last * share)] for share in (0.25, 0.5, 0.75)]
 
 
+def trust(logs: Sequence[float]) -> float:
+    """How much of these rows' median is believed, 0 to 1: rows that agree say more than rows that do not."""
+    middle, count = statistics.median(logs), len(logs)
+    scatter = sum((one - middle) ** 2 for one in logs)
+    variance = (_PRIOR_WEIGHT * WITHIN**2 + scatter) / (_PRIOR_WEIGHT + count - 1)
+    return BETWEEN**2 / (BETWEEN**2 + variance / count)
+
+
 def calibrate(cases: Sequence[Case], constants: Constants) -> Calibration:
     """Factors from rows that may be used for it (see `choose`)."""
     factors: dict[Group, float] = {}
@@ -85,8 +96,7 @@ def calibrate(cases: Sequence[Case], constants: Constants) -> Calibration:
             math.log((case.step_s or 1) / predict(case.work, case.layout, case.cluster, constants).step_s)
             for case in chosen
         ]
-        weight = len(logs) / (len(logs) + LOYALTY)
-        factors[group] = math.exp(weight * statistics.median(logs))
+        factors[group] = math.exp(trust(logs) * statistics.median(logs))
         rows[group] = tuple(case.row_id for case in chosen)
     return Calibration(factors, rows)
 

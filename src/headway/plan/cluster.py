@@ -22,7 +22,7 @@ _INTER_NODE = 50e9
 _KEYS = (
     "device", "gpus", "gpus_per_node", "domain", "inter_node_gbs", "oversubscription", "rail",
     "memory_gb", "bandwidth_gbs", "link_gbs", "bf16_tflops", "fp8_tflops", "fp4_tflops",
-    "price_per_hour", "host_gbs", "nvme_gbs", "storage_gbs",
+    "price_per_hour", "host_gbs", "nvme_gbs", "storage_gbs", "measured_bf16_tflops", "measured_fp8_tflops",
 )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def load_cluster(spec: str) -> Cluster:
             raise UserError(f"--cluster {spec}: no such file")
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"--cluster {spec}: not YAML ({str(error).splitlines()[0]})") from error
         if not isinstance(content, dict):
             raise UserError(f"--cluster {spec}: give a mapping with the keys device and gpus")
@@ -160,21 +160,26 @@ def cluster_from(content: Mapping[str, Any], where: str = "cluster") -> Cluster:
     for precision in ("bf16", "fp8", "fp4"):
         if f"{precision}_tflops" in content:
             rates[precision] = _positive(content, f"{precision}_tflops", where) * 1e12
+    measured = dict(device.measured)
+    for precision in ("bf16", "fp8"):
+        if f"measured_{precision}_tflops" in content:
+            measured[precision] = _positive(content, f"measured_{precision}_tflops", where) * 1e12
     device = replace(
         device,
         rates=rates,
+        measured=measured,
         memory=_positive(content, "memory_gb", where, device.memory / 2**30) * 2**30,
         bandwidth=_positive(content, "bandwidth_gbs", where, device.bandwidth / 1e9) * 1e9,
         link=_positive(content, "link_gbs", where, device.link / 1e9) * 1e9,
     )
-    per_node = int(_positive(content, "gpus_per_node", where, 0)) or None
-    cluster = make_cluster(device, int(_positive(content, "gpus", where)), per_node)
+    per_node = _whole(content, "gpus_per_node", where, 0) or None
+    cluster = make_cluster(device, _whole(content, "gpus", where), per_node)
     return replace(
         cluster,
-        domain=int(_positive(content, "domain", where, cluster.domain)),
+        domain=_whole(content, "domain", where, cluster.domain),
         inter_node=_positive(content, "inter_node_gbs", where, cluster.inter_node / 1e9) * 1e9,
         oversubscription=_positive(content, "oversubscription", where, 1.0),
-        rail=int(_positive(content, "rail", where, 0)),
+        rail=_whole(content, "rail", where, 0),
         host=_positive(content, "host_gbs", where, cluster.host / 1e9) * 1e9,
         nvme=_positive(content, "nvme_gbs", where, cluster.nvme / 1e9) * 1e9,
         price_per_hour=_positive(content, "price_per_hour", where, 0) or None,
@@ -189,6 +194,13 @@ def _positive(content: Mapping[str, Any], key: str, where: str, default: float |
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
         raise UserError(f"{where}: key {key!r} is {value!r}; give a positive number")
     return float(value)
+
+
+def _whole(content: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    value = _positive(content, key, where, default)
+    if value != int(value):
+        raise UserError(f"{where}: key {key!r} is {value:g}; give a whole number")
+    return int(value)
 
 
 def _split(spec: str) -> tuple[str, int]:

@@ -35,6 +35,7 @@ class Network:
     link: float
     inter: float
     hop: float
+    hop_inside: float
     domain: int
     rail: int
     oversubscription: float
@@ -45,6 +46,7 @@ class Network:
             link=cluster.device.link * constants.intra,
             inter=cluster.inter_node * constants.inter * (constants.onloaded if cluster.onloaded else 1.0),
             hop=constants.hop,
+            hop_inside=constants.hop_inside,
             domain=max(1, min(cluster.domain, cluster.gpus)),
             rail=cluster.rail,
             oversubscription=cluster.oversubscription,
@@ -67,7 +69,9 @@ class Network:
 
     def latency(self, group: Group) -> float:
         """Seconds of a collective on an empty message."""
-        return self.hop * math.log2(max(2, group.size)) if group.size > 1 else 0.0
+        if group.size < 2:
+            return 0.0
+        return (self.hop if group.crosses else self.hop_inside) * math.log2(group.size)
 
     def gather(self, size: float, group: Group) -> float:
         """Seconds of an all-gather or reduce-scatter of a whole buffer of `size` bytes."""
@@ -94,4 +98,4 @@ class Network:
 
     def send(self, size: float, crosses: bool) -> float:
         """Seconds of one point-to-point message."""
-        return self.hop + size / (self.inter if crosses else self.link)
+        return (self.hop + size / self.inter) if crosses else (self.hop_inside + size / self.link)

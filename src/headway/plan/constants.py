@@ -39,6 +39,7 @@ class Constants:
     inter: float
     onloaded: float
     hop: float
+    hop_inside: float
     tp_overlap: float
     pp_exposed: float
     pipe_sync: float

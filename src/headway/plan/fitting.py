@@ -37,7 +37,6 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "kernel": (5e-7, 2e-5),
     "launch": (1e-6, 2e-5),
     "expert_kernels": (1.0, 40.0),
-    "intra": (0.4, 1.0),
     "inter": (0.3, 1.0),
     "onloaded": (0.1, 1.0),
     "hop": (1e-6, 6e-5),

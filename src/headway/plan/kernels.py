@@ -51,6 +51,8 @@ def _ceiling(device: Device, precision: str, constants: Constants) -> float:
     for name in (precision, "bf16", "fp16"):  # a device without fp8 runs an fp8 plan in bf16
         if name in device.measured:
             return device.measured[name]
+        if name == "fp16" and "fp16" in device.rates and "bf16" in device.measured:  # the same units, fed alike
+            return device.measured["bf16"] * device.rates["fp16"] / device.rates["bf16"]
         if name in device.rates:
             return device.rates[name] * constants.ceiling
     return next(iter(device.rates.values())) * constants.ceiling
@@ -77,7 +79,7 @@ def layer_time(
     """One layer on one rank: `tokens` of a micro-batch on this CP rank, each attending over `attended` tokens."""
     forward = backward = 0.0
     for gemm in kind.gemms:
-        one, two = _gemm(gemm, tokens, layout.tp, rates, c, lora)
+        one, two = _gemm(gemm, tokens, layout.tp, rates, c, lora, fused=layout.fused_accumulate)
         forward += one
         backward += two
     if kind.experts:
@@ -98,7 +100,7 @@ def layer_time(
 
 
 def _gemm(
-    gemm: Gemm, tokens: float, tp: int, rates: Rates, c: Constants, lora: bool, copies: float = 1.0
+    gemm: Gemm, tokens: float, tp: int, rates: Rates, c: Constants, lora: bool, copies: float = 1.0, fused: bool = False
 ) -> tuple[float, float]:
     """(forward, backward) of `copies` equal products of `tokens` rows each."""
     k = gemm.k / (tp if gemm.split == "row" else 1)
@@ -111,6 +113,7 @@ def _gemm(
     cast_backward = c.cast * 3 * outputs / rates.bandwidth if rates.quantised else 0.0
     # The weight's gradient is accumulated: read and written once a micro-batch, in fp32 or bf16.
     accumulate = 0.0 if lora else 2 * rates.grad_bytes * weights / rates.bandwidth
+    accumulate *= c.gemm_traffic if fused else 1.0
     times = 1 if lora else 2
     forward = flops + moved + cast
     return copies * forward, copies * (times * (flops + moved) + cast_backward + accumulate)
@@ -126,7 +129,7 @@ def _experts(
     rows = mine * kind.top_k * layout.ep / kind.experts * c.imbalance
     forward = backward = 0.0
     for gemm in kind.expert_gemms:
-        one, two = _gemm(gemm, rows, etp, rates, c, lora, copies=local)
+        one, two = _gemm(gemm, rows, etp, rates, c, lora, copies=local, fused=layout.fused_accumulate)
         forward += one / c.expert
         backward += two / c.expert
     hidden = kind.expert_gemms[0].k

@@ -33,6 +33,8 @@ class Layout:
         compiled: elementwise work fused by a compiler or by hand-written kernels.
         overlap_dp, overlap_tp: gradients and parameters (tensor slices) travel while kernels run.
         grad_bytes: bytes per parameter held for gradients (4: fp32 accumulation, 2, or 6: DeepSpeed's bf16 optimizer).
+        fused_accumulate: the weights' gradient is added up inside its product (Megatron since 2022), its traffic beside
+            the arithmetic.
         buckets: DeepSpeed's ZeRO-1 with pipelines: flat reduce buckets, an fp32 copy of the gradient shard.
     """
 
@@ -58,6 +60,7 @@ class Layout:
     buckets: bool = False
     offload: Offload = "none"
     optimizer_bits: int = 32
+    fused_accumulate: bool = False
 
     @property
     def gpus(self) -> int:

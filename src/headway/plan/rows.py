@@ -138,7 +138,9 @@ def make_case(row: Row, row_id: str = "") -> Case:
     assumed += about
     work = Workload(shape, seq, batch, precision, row.get("model", ""), lora=is_lora(row))
     cluster = _cluster(row, device.name, gpus)
-    layout = _layout(row, work, cluster, layout_defaults(stack, device.name, precision, notes), assumed)
+    layout = _layout(
+        row, work, cluster, layout_defaults(stack, device.name, precision, notes, row.get("source", "")), assumed
+    )
     step, how = observed_step(row, work, gpus)
     if how:
         assumed.append(how)
@@ -174,8 +176,7 @@ def _layout(row: Row, work: Workload, cluster: Cluster, facts: dict[str, Any], a
     dp = cluster.gpus // others
     if cluster.gpus % others:
         assumed.append(f"dp {dp}: tp·pp·cp = {others} does not divide {cluster.gpus} GPUs")
-    if degrees["vpp"] is None and known["pp"] > 1 and "dgxc" in row.get("source", ""):
-        # NVIDIA's recipes interleave as deep as layers allow, and their tables of 2025 leave the column out.
+    if degrees["vpp"] is None and known["pp"] > 1 and _interleaves(row):
         known["vpp"] = max(1, len(work.shape.layers) // known["pp"])
         assumed.append(f"vpp {known['vpp']}")
     micro = whole(row, "micro_batch")
@@ -201,6 +202,13 @@ def _layout(row: Row, work: Workload, cluster: Cluster, facts: dict[str, Any], a
         return layout
     assumed.append("recompute: the least that fits")
     return least_recompute(work, layout, cluster)
+
+
+def _interleaves(row: Row) -> bool:
+    """Whether a pipeline is interleaved though the column is blank: notes that say so, and NVIDIA's recipes, which do
+    so as deep as layers allow and whose tables of 2025 leave the column out."""
+    said = row.get("notes", "").casefold()
+    return "dgxc" in row.get("source", "") or ("interleaved schedule" in said and "pre-interleav" not in said)
 
 
 def _cluster(row: Row, device_name: str, gpus: int) -> Cluster:

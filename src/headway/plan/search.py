@@ -97,6 +97,12 @@ def _check_given(work: Workload, cluster: Cluster, given: Mapping[str, Any]) -> 
             raise UserError(f"{key}={value} does not divide {whole} {what}; nearest: {_listed(near)}")
     if given.get("pp", 1) > len(work.shape.layers):
         raise UserError(f"pp={given['pp']} is more than the model's {len(work.shape.layers)} layers")
+    micro = given.get("micro_batch", 1)
+    if work.global_batch % micro:
+        near = sorted(_divisors(work.global_batch), key=lambda one: abs(one - micro))[:3]
+        raise UserError(
+            f"micro_batch={micro} does not divide global_batch {work.global_batch}; nearest: {_listed(near)}"
+        )
     product = math.prod(given.get(key, 1) for key in ("dp", "tp", "pp", "cp"))
     if cluster.gpus % product or ("dp" in given and product > cluster.gpus):
         near = sorted(_divisors(cluster.gpus), key=lambda one: abs(one - product))[:3]
@@ -175,7 +181,8 @@ def _given(given: Mapping[str, Any], key: str, otherwise: list[Any]) -> list[Any
 
 
 def _divisors(number: int) -> list[int]:
-    return [value for value in range(1, number + 1) if number % value == 0]
+    low = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    return sorted({*low, *(number // value for value in low)})
 
 
 def _why_nothing(removed: Mapping[str, int], smallest: tuple[float, Layout, Memory] | None) -> str:

@@ -16,7 +16,7 @@ class Stack:
     defaults: Mapping[str, Any]
 
 
-_MEGATRON_NEW = {"zero": 1, "overlap_tp": True}
+_MEGATRON_NEW = {"zero": 1, "overlap_tp": True, "fused_accumulate": True}
 _NEMO = {**_MEGATRON_NEW, "grad_bytes": 2}  # its performance recipes reduce and accumulate in bf16
 # Before FlashAttention (2022): fused softmax kernels, gradients reduced after the last backward, no sharding.
 _MEGATRON_OLD = {
@@ -56,12 +56,13 @@ def stack_of(source: str) -> Stack:
     return Stack(name.casefold(), (), _OTHER.defaults)
 
 
-def layout_defaults(stack: Stack, device: str, precision: str, notes: str) -> dict[str, Any]:
+def layout_defaults(stack: Stack, device: str, precision: str, notes: str, source: str = "") -> dict[str, Any]:
     """What the stack does on that device; notes that state a fact win over the stack's habit."""
     facts = dict(stack.defaults)
     said = notes.casefold()
     if stack.name == "megatron-lm" and precision == "fp16" and device.startswith(("A100", "V100")):
-        facts = dict(_MEGATRON_OLD)
+        # Korthikanti et al. 2022 ran the release that adds up gradients inside their products.
+        facts = {**_MEGATRON_OLD, "fused_accumulate": "korthikanti" in source.casefold()}
     if stack.name == "megatron-deepspeed" and precision == "bf16":
         facts["grad_bytes"] = 6  # DeepSpeed's bf16 optimizer: bf16 gradients and their fp32 accumulation
     if "sequence parallel" in said:

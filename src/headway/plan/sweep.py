@@ -146,6 +146,13 @@ def parse_gpus(text: str) -> list[int]:
     return sorted(set(found))
 
 
+def around(cluster: Cluster) -> list[int]:
+    """Numbers of GPUs for a curve round a cluster: its halves down to a node (at most seven), and three doublings."""
+    halves = [cluster.gpus // 2**power for power in range(8) if cluster.gpus % 2**power == 0]
+    kept = [size for size in halves if size >= min(cluster.gpus, cluster.gpus_per_node)]
+    return sorted({*kept, *(cluster.gpus * 2**power for power in (1, 2, 3))})
+
+
 def sweep(
     work: Workload,
     cluster: Cluster,

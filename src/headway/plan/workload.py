@@ -42,6 +42,8 @@ class Workload:
     def __post_init__(self) -> None:
         if self.seq < 1 or self.global_batch < 1:
             raise UserError(f"seq {self.seq} and global_batch {self.global_batch} must be at least 1")
+        if self.mean_square is not None and not self.mean_square >= 1:
+            raise UserError(f"mean_square {self.mean_square}: give sum n^2 / sum n of the documents, at least 1")
         if self.precision not in PRECISIONS:
             near = difflib.get_close_matches(str(self.precision), PRECISIONS, n=2) or PRECISIONS
             raise UserError(f"precision {self.precision!r} is unknown; nearest: {', '.join(near)}")
@@ -82,13 +84,13 @@ def load_config(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     path = Path(spec)
     try:
         path = path / "config.json" if path.is_dir() else path
-        content = path.read_text(encoding="utf-8") if path.is_file() else None
+        content = path.read_bytes() if path.is_file() else None
     except (OSError, ValueError) as error:  # a name that no file can have, or one that may not be read
         raise UserError(f"--model {spec!r}: cannot be read ({error})") from error
     if content is not None:
         try:
             config = json.loads(content)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"--model {path}: not JSON ({error})") from error
         if not isinstance(config, dict):
             raise UserError(f"--model {path}: give an object with the keys of a Hugging Face config.json")

@@ -1,0 +1,82 @@
+"""What `headway bench peak --json` and `headway bench comm --json` measured, as the keys of a cluster's file.
+
+The planner takes a share of a link (`intra`, `inter` of constants.csv) and of the memory bandwidth (`hbm`) as what real
+programs reach; a measurement is that already, so it is written as the datasheet figure that would give it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from headway.account.errors import UserError
+from headway.plan.constants import Constants
+
+# Bytes on the wire of a rank over the buffer's, for n ranks (see collectives.py).
+_VOLUME = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+}
+_DTYPES = {"bf16": "measured_bf16_tflops", "fp16": "measured_bf16_tflops", "fp8": "measured_fp8_tflops"}
+
+
+def read_bench(path: Path) -> list[dict[str, Any]]:
+    """The entries of such a file (or of the machine's peaks.json). Raises UserError naming the file."""
+    try:
+        content = orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"{path}: not JSON ({error})") from error
+    if isinstance(content, dict):
+        content = content.get("peaks", content.get("entries", [content]))
+    known = isinstance(content, list) and content and all(isinstance(item, dict) for item in content)
+    if not known or not any("flops" in item or "op" in item for item in content):
+        raise UserError(f"{path}: nothing that `headway bench peak --json` or `headway bench comm --json` writes")
+    return list(content)
+
+
+def cluster_keys(entries: Sequence[Mapping[str, Any]], constants: Constants, where: str) -> dict[str, float]:
+    """Keys of a cluster's file: measured matrix rates, memory bandwidth, links. Raises UserError for a bad entry."""
+    found: dict[str, float] = {}
+    for item in entries:
+        if "flops" in item:
+            key = _DTYPES.get(str(item.get("dtype")))
+            if key:
+                found[key] = max(found.get(key, 0.0), _positive(item, "flops", where) / 1e12)
+            if item.get("bandwidth"):
+                reach = _positive(item, "bandwidth", where) / 1e9 / constants.hbm
+                found["bandwidth_gbs"] = max(found.get("bandwidth_gbs", 0.0), reach)
+    for key, share, inside in (("link_gbs", constants.intra, True), ("inter_node_gbs", constants.inter, False)):
+        speed = _bus([item for item in entries if "op" in item and (item.get("nodes", 1) == 1) == inside], where)
+        if speed:
+            found[key] = speed / 1e9 / share
+    if not found:
+        raise UserError(f"{where}: no rate of bf16, fp16 or fp8, no bandwidth and no collective")
+    return {key: round(value, 4) for key, value in found.items()}
+
+
+def _bus(entries: Sequence[Mapping[str, Any]], where: str) -> float | None:
+    """Median bus bandwidth of the messages that are at least half as large as the largest, bytes/s."""
+    rates = []
+    for item in entries:
+        op, ranks = str(item["op"]), _positive(item, "ranks", where)
+        if op not in _VOLUME:
+            raise UserError(f"{where}: op {op!r} is unknown; nearest: {', '.join(_VOLUME)}")
+        size, seconds = _positive(item, "bytes", where), _positive(item, "seconds", where)
+        if ranks > 1:
+            rates.append((size, _VOLUME[op](ranks) * size / seconds))
+    largest = max((size for size, _ in rates), default=0.0)
+    large = [rate for size, rate in rates if size >= largest / 2]
+    return statistics.median(large) if large else None
+
+
+def _positive(item: Mapping[str, Any], key: str, where: str) -> float:
+    value = item.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e24:
+        raise UserError(f"{where}: key {key!r} is {value!r}; give a positive number")
+    return float(value)
