@@ -82,3 +82,36 @@ def _corrupted(case: Case, run: SmallRun, ranks: int, victim: int, step: int) ->
             case.from_incident(incident)
         else:
             case.expect(incident.rank is None and "disagree" in incident.evidence, "two disagree, none is named")
+
+
+def row_26(case: Case) -> None:
+    """A bit of one gradient flips on one rank in one backward pass: the step is held back, computed again, clean."""
+    step, victim = case.dice.randint(6, 11), case.dice.randrange(2)
+    overrides = (_DDP.format(n=2), "parallel.fsdp=1", "checkpoint.every=2")
+
+    def fault(at: Strike) -> None:
+        if (at.rank, at.step) == (victim, step) and at.once("gradient"):
+            _flip_a_gradient(next(at.run.learner.replicas.module.parameters()))
+
+    run = train_small(case, "gradient", fault, *overrides)
+    case.expect(run.code == 0 and len(run.history.sessions) == 1, f"no restart, exit code 0, not {run.code}")
+    case.expect(len(run.incidents) == 1, f"one incident, not {run.faults()}")
+    for incident in run.incidents[:1]:
+        case.expect(incident.step == step, f"held back in step {step}, not {incident.step}")
+        case.expect(incident.action.startswith("transient"), f"computed again and found clean: {incident.action}")
+    case.expect(run.losses() == twin(case, *overrides).losses(), "nothing of it is kept: losses as the twin's")
+    case.measured(steps_lost=0)
+
+
+def _flip_a_gradient(weight: torch.Tensor) -> None:
+    """The exponent's highest bit of one number, once, before the gradient leaves the rank."""
+
+    def flip(gradient: torch.Tensor) -> torch.Tensor:
+        handle.remove()
+        flipped = gradient.contiguous().clone()
+        flat = flipped.view(-1)
+        place = int(flat.abs().argmax())
+        flat.view(torch.int32)[place] ^= 1 << 30
+        return flipped
+
+    handle = weight.register_hook(flip)
