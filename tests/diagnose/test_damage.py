@@ -124,8 +124,8 @@ def test_launches_without_gpu_events_are_never_0_percent(tmp_path: Path) -> None
 
 def test_random_cuts_and_flips(tmp_path: Path) -> None:
     """`headway bench diagnose-fuzz` does the same for thousands."""
-    found = fuzz(tmp_path, 240, seed=11)
-    assert found.inputs == 240 and found.partial > 60 and found.refused < 80
+    found = fuzz(tmp_path, 120, seed=11)
+    assert found.inputs == 120 and found.partial > 40 and found.refused < 40
 
 
 def test_a_planted_wrong_sum_is_caught(tmp_path: Path) -> None:

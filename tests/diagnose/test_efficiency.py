@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from diagnose.causes import each_step
 from diagnose.kineto_maker import Kineto
+from diagnose.real_traces import rank
 from headway.account.errors import UserError
 from headway.account.flops import SlotLayout, step_flops
 from headway.account.shape import ModelShape
@@ -168,8 +169,7 @@ def test_the_naive_loop_of_an_h200(shared: Path) -> None:
     """The document of this project: about 9 % MFU at 74 % utilisation (Qwen3-4B shape)."""
     config = dict(CONFIG, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
                   num_key_value_heads=8, head_dim=128, vocab_size=151_936)  # fmt: skip
-    job = read_job([shared / "traces" / "h200" / "trace_naive_sdpa.json.gz"])
-    device = job.ranks[0].device()
+    device = rank(shared / "traces" / "h200" / "trace_naive_sdpa.json.gz").device()
     assert device.account.total("compute.recompute") == pytest.approx(
         0.8 * device.account.total("compute.forward"), rel=0.1
     )

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from diagnose.real_traces import job, rank
 from headway.account.errors import UserError
 from headway.diagnose.facts import RankFacts
-from headway.diagnose.job import Options, read_job
+from headway.diagnose.job import Options
 
 SHARED = Path(__file__).resolve().parent.parent.parent.parent / "shared" / "traces"
 ROWS = list(csv.DictReader((SHARED / "EXPECTED.csv").open())) if (SHARED / "EXPECTED.csv").exists() else []
@@ -26,9 +27,9 @@ IDLE = {
 }
 
 
-def differences(rank: RankFacts, row: dict[str, str]) -> list[str]:
+def differences(facts: RankFacts, row: dict[str, str]) -> list[str]:
     """What of a reference row the facts of a trace do not match."""
-    device = rank.devices[0]
+    device = facts.devices[0]
     shares, cut = device.shares, device.fragmentation
     exact = {
         "W_us": shares.wall_ns,
@@ -60,19 +61,19 @@ def differences(rank: RankFacts, row: dict[str, str]) -> list[str]:
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["file"].rsplit("/", 1)[-1][:40] for row in ROWS])
 def test_every_reference_row_matches(row: dict[str, str], shared: Path) -> None:
-    rank = read_job([shared / "traces" / row["file"]], Options(window="gpu")).ranks[0]
-    assert not differences(rank, row)
-    assert len(rank.devices) == 1
-    assert rank.devices[0].account.wall_ns == rank.devices[0].shares.wall_ns
-    assert sum(rank.devices[0].by_kind.values()) == int(rank.devices[0].events.duration.sum())
+    facts = rank(shared / "traces" / row["file"], "gpu")
+    assert not differences(facts, row)
+    assert len(facts.devices) == 1
+    assert facts.devices[0].account.wall_ns == facts.devices[0].shares.wall_ns
+    assert sum(facts.devices[0].by_kind.values()) == int(facts.devices[0].events.duration.sum())
 
 
 def test_a_wrong_reference_is_caught(shared: Path) -> None:
     row = dict(next(row for row in ROWS if row["file"].startswith("hta/nccl")))
-    rank = read_job([shared / "traces" / row["file"]], Options(window="gpu")).ranks[0]
+    facts = rank(shared / "traces" / row["file"], "gpu")
     for column in ("compute", "idle", "idle_host", "overlap_pct", "n_kernels"):
         planted = {**row, column: str(float(row[column]) * 1.1 + 1)}
-        assert differences(rank, planted)
+        assert differences(facts, planted)
 
 
 def test_every_real_trace_closes(shared: Path) -> None:
@@ -80,7 +81,7 @@ def test_every_real_trace_closes(shared: Path) -> None:
     files = sorted((shared / "traces").rglob("*.json*"))
     assert len(files) >= 40
     for path in files:
-        for device in read_job([path]).ranks[0].devices:
+        for device in rank(path).devices:
             total = sum(device.shares.idle.values()) + device.shares.busy_ns
             assert total == device.shares.wall_ns == device.account.wall_ns, path
             if device.window.source == "steps":
@@ -93,53 +94,53 @@ def test_every_real_trace_closes(shared: Path) -> None:
 def test_one_graph_launch_owns_hundreds_of_kernels(shared: Path) -> None:
     """Public complaint: 97 % of time collapsed into hipGraphLaunch. The kernel table names the kernels."""
     path = shared / "traces/tracelens/inference__sglang_decode__sglang_Qwen3-8B_decode.json.gz"
-    device = read_job([path]).ranks[0].device()
+    device = rank(path).device()
     assert device.fragmentation.graph_kernels > 500
     assert len(device.table) > 5
     assert not any("GraphLaunch" in row.name for row in device.table)
 
 
 def test_matched_communication_names_are_shown(shared: Path) -> None:
-    job = read_job([shared / "traces/hta/df_index_resolver__df_index_resolver.json.gz"])
-    assert job.comm_names and all("nccl" in name.lower() for name in job.comm_names)
+    names = job(shared / "traces/hta/df_index_resolver__df_index_resolver.json.gz").comm_names
+    assert names and all("nccl" in name.lower() for name in names)
 
 
 def test_a_users_own_communication_kernel(shared: Path) -> None:
     path = shared / "traces/hta/triton_example__triton_example.json.gz"
-    before, after = read_job([path]), read_job([path], Options(comm_kernels=("triton",)))
+    before, after = job(path), job(path, options=Options(comm_kernels=("triton",)))
     assert before.ranks[0].devices[0].shares.comm_ns == 0
     assert after.ranks[0].devices[0].shares.comm_ns > 0
     with pytest.raises(UserError, match="not a regular expression"):
-        read_job([path], Options(comm_kernels=("(",)))
+        job(path, options=Options(comm_kernels=("(",)))
 
 
 def test_triton_cpu_operators_are_not_gpu_work(shared: Path) -> None:
     """They carry a stream, as kernels do; only the category tells them apart."""
-    rank = read_job([shared / "traces/hta/triton_example__triton_example.json.gz"], Options(window="gpu")).ranks[0]
-    assert rank.devices[0].fragmentation.kernels == 1
+    facts = rank(shared / "traces/hta/triton_example__triton_example.json.gz", "gpu")
+    assert facts.devices[0].fragmentation.kernels == 1
 
 
 def test_steps_window_is_the_default(shared: Path) -> None:
-    device = read_job([shared / "traces/hta/df_index_resolver__df_index_resolver.json.gz"]).ranks[0].device()
+    device = rank(shared / "traces/hta/df_index_resolver__df_index_resolver.json.gz").device()
     assert device.window.source == "steps" and device.window.text.startswith("ProfilerStep#")
     assert len(device.steps.rows) == 5
 
 
 def test_planted_straggler_is_named(shared: Path) -> None:
     folder = shared / "traces/local_torch213"
-    job = read_job(sorted(folder.glob("straggler_rank*.json.gz")))
-    assert job.comparison is not None and not job.comparison.refused
-    assert job.comparison.last_arrivals == {1: 4}
-    assert next(iter(job.comparison.doing[1])) == "host code: slow_host_work"
-    assert min(job.comparison.wait_ns[rank] for rank in (0, 2, 3)) > 60e6
-    balanced = read_job(sorted(folder.glob("balanced_rank*.json.gz"))).comparison
-    assert balanced is not None and max(balanced.caused_ns.values()) < 0.25 * job.comparison.caused_ns[1]
+    found = job(*sorted(folder.glob("straggler_rank*.json.gz"))).comparison
+    assert found is not None and not found.refused
+    assert found.last_arrivals == {1: 4}
+    assert next(iter(found.doing[1])) == "host code: slow_host_work"
+    assert min(found.wait_ns[number] for number in (0, 2, 3)) > 60e6
+    balanced = job(*sorted(folder.glob("balanced_rank*.json.gz"))).comparison
+    assert balanced is not None and max(balanced.caused_ns.values()) < 0.25 * found.caused_ns[1]
 
 
 def test_eight_ranks_of_one_node(shared: Path) -> None:
-    job = read_job(sorted((shared / "traces/param/dlrm_kineto").glob("worker*.json")))
-    assert [rank.rank for rank in job.ranks] == list(range(8))
-    found = job.comparison
+    facts = job(*sorted((shared / "traces/param/dlrm_kineto").glob("worker*.json")))
+    assert [one.rank for one in facts.ranks] == list(range(8))
+    found = facts.comparison
     assert found is not None and not found.refused
     assert len(found.matched) == 8 and found.unmatched == 0
     assert sum(found.last_arrivals.values()) == 8

@@ -6,12 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from diagnose import causes
 from diagnose.kineto_maker import Kineto, clean
+from headway.diagnose import compare, findings
 from headway.diagnose.diagnosis import Diagnosis, diagnose_job
-from headway.diagnose.finding import Finding
+from headway.diagnose.efficiency import with_efficiency
+from headway.diagnose.finding import SYMPTOMS, Finding
 from headway.diagnose.job import read_job
+from headway.diagnose.said import Said
 
 Make = Callable[[], Kineto]
 
@@ -111,3 +116,39 @@ def test_recompute_is_a_finding_only_where_memory_is_known_to_be_free(tmp_path: 
     assert found(diagnose_job(again, memory_free=0.05), name) is None
     assert found(diagnose_job(again), name) is None
     assert found(diagnose_job(without, memory_free=0.6), name) is None
+
+
+def test_padding_is_found_from_the_tokens_and_full_rows_are_not_accused(tmp_path: Path) -> None:
+    job = read_job([clean().write(tmp_path / "t.json.gz")])
+    name = "padding"
+    bad = found(diagnose_job(with_efficiency(job, Said(tokens=4_000, slots=10_000))), name)
+    assert bad is not None and bad.gain[0] == pytest.approx(0.58 * 0.97, abs=0.03) and bad.gain[1] <= 0.6
+    assert found(diagnose_job(with_efficiency(job, Said(tokens=9_800, slots=10_000))), name) is None
+    assert found(diagnose_job(job), name) is None
+
+
+@pytest.mark.parametrize("prompt", [512, 1])
+def test_first_token_latency_of_a_recorded_generation(prompt: int, tmp_path: Path) -> None:
+    """A prompt and eight tokens through a small model of real operators, recorded here."""
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 512, batch_first=True).eval()
+    path = tmp_path / "t.json"
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for request in range(2):
+            with record_function("prefill"):
+                layer(torch.randn(4, prompt, 128))
+            for _ in range(8):
+                with record_function(f"decode {request}"):
+                    layer(torch.randn(4, 1, 128))
+    recorded.export_chrome_trace(str(path))
+    finding = found(diagnose_job(read_job([path])), "prefill-dominates")
+    assert (finding is not None) == (prompt > 1)
+    assert finding is None or finding.symptom == "high first-token latency"
+
+
+def test_every_symptom_is_on_a_finding_that_real_inputs_reach() -> None:
+    """Each is tested with its own input; here no symptom may be without one."""
+    source = "".join(path.read_text() for path in Path(findings.__path__[0]).glob("*.py"))
+    source += Path(compare.__file__).read_text()
+    for symptom in SYMPTOMS:
+        assert f'"{symptom}"' in source, symptom

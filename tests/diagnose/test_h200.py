@@ -7,16 +7,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from diagnose.real_traces import diagnosed
 from headway.cli.diagnose import register
 from headway.diagnose.diagnosis import Diagnosis
-from headway.diagnose.job import Options
-from headway.diagnose.open import open_diagnosis
 from headway.diagnose.padding import slots_of_grids
-from headway.diagnose.said import Said
 
 
 def of(shared: Path, name: str, tokens: int | None = None) -> Diagnosis:
-    return open_diagnosis([shared / "traces" / "h200" / name], Options(), Said(tokens))
+    return diagnosed(shared / "traces" / "h200" / name, tokens=tokens)
 
 
 def test_the_naive_loop(shared: Path) -> None:
@@ -45,15 +43,15 @@ def test_the_long_context_loop_is_nearly_clean(shared: Path) -> None:
     ],
 )
 def test_real_traces_with_a_known_fault(shared: Path, file: str, name: str) -> None:
-    diagnosis = open_diagnosis([shared / "traces" / file], Options(), Said())
+    diagnosis = diagnosed(shared / "traces" / file)
     assert diagnosis.findings[0].name == name
 
 
 def test_a_planted_straggler_is_named_and_balanced_ranks_are_not_accused(shared: Path) -> None:
     folder = shared / "traces" / "local_torch213"
-    slow = open_diagnosis(sorted(folder.glob("straggler_rank*.gz")), Options(), Said())
+    slow = diagnosed(*sorted(folder.glob("straggler_rank*.gz")))
     assert any(item.name == "straggler-constant" and "rank 1" in item.title for item in slow.findings)
-    even = open_diagnosis(sorted(folder.glob("balanced_rank*.gz")), Options(), Said())
+    even = diagnosed(*sorted(folder.glob("balanced_rank*.gz")))
     assert not [item for item in even.findings if item.name == "straggler-constant"]
 
 

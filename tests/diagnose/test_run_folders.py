@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from headway.account.errors import UserError
-from headway.account.events import Flops, RankLine, StepLine
+from headway.account.events import Flops, RankLine, SessionStart, StepLine
 from headway.diagnose.compare import compare
 from headway.diagnose.diagnosis import Diagnosis, diagnose_run
 from headway.diagnose.finding import Finding
@@ -129,6 +129,21 @@ def test_stragglers(late: Callable[[RankLine], bool], name: str | None, tmp_path
     if name == "straggler-constant":
         finding = found(diagnosis, name)
         assert finding is not None and "rank 2" in finding.title and "node-0" in " ".join(finding.evidence)
+
+
+def test_float32_on_a_device_with_faster_units(tmp_path: Path) -> None:
+    def precision(name: str) -> Callable[[Any], Any]:
+        def change(line: Any) -> Any:
+            if not isinstance(line, SessionStart):
+                return line
+            return msgspec.structs.replace(line, facts={**line.facts, "precision": name})
+
+        return change
+
+    for name, wanted in (("fp32", True), ("bf16", False)):
+        folder = made(tmp_path / name)
+        rewrite(folder, precision(name))
+        assert (found(diagnosed(folder), "float32-matmuls") is not None) == wanted
 
 
 def test_a_memory_of_unknown_size_accuses_nobody(tmp_path: Path) -> None:

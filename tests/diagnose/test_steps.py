@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from diagnose.kineto_maker import Kineto, clean_step
+from diagnose.real_traces import rank
 from headway.diagnose.facts import DeviceFacts
 from headway.diagnose.job import read_job
 
@@ -70,6 +71,6 @@ def test_what_only_sounds_like_a_step_is_none(name: str, tmp_path: Path) -> None
 
 
 def test_the_two_steps_of_the_naive_loop(shared: Path) -> None:
-    device = read_job([shared / "traces" / "h200" / "trace_naive_sdpa.json.gz"]).ranks[0].device()
+    device = rank(shared / "traces" / "h200" / "trace_naive_sdpa.json.gz").device()
     assert len(device.steps.rows) == 2
     assert device.fragmentation.kernels_per_step == pytest.approx(22_656 / 2, rel=0.01)

@@ -41,7 +41,7 @@ class Cause:
     finding: str
     what: str
     make: Callable[[bool], Planted]
-    window: int = 5
+    window: int = 4
     told: bool = False
     memory_free: float | None = None
     sleeps: bool = False
@@ -91,19 +91,19 @@ def _loading(seconds: Callable[[int], float], ahead: int) -> Planted:
 
 
 def starvation(bad: bool) -> Planted:
-    """20 ms to read each batch, in the loop or by a thread ahead of it."""
-    return _loading(lambda _: 0.02, 0 if bad else 4)
+    """6 ms to read each batch, in the loop or by a thread ahead of it."""
+    return _loading(lambda _: 0.006, 0 if bad else 4)
 
 
 def jitter(bad: bool) -> Planted:
-    """One batch in six takes 120 ms to read, in the loop or by a thread with a queue of twelve."""
-    return _loading(lambda index: 0.12 if index % 6 == 5 else 0.001, 0 if bad else 12)
+    """One batch in six takes 50 ms to read, in the loop or by a thread with a queue of twelve."""
+    return _loading(lambda index: 0.05 if index % 6 == 5 else 0.0005, 0 if bad else 12)
 
 
 def garbage(bad: bool) -> Planted:
-    """A collection of everything in each step over 200,000 live objects; or frozen, and the young every sixth step."""
+    """A collection of everything in each step over 60,000 live objects; or frozen, and the young every sixth step."""
     loop = Loop(Form())
-    kept = [[number] for number in range(200_000)]
+    kept = [[number] for number in range(60_000)]
     seen = [0]
 
     def step() -> None:
@@ -121,17 +121,17 @@ def garbage(bad: bool) -> Planted:
 
 def unfused_loss(bad: bool) -> Planted:
     """Logits over 32,768 entries as a whole and in float32, or in chunks."""
-    return Planted(Loop(Form(vocabulary=32_768, layers=2, rows=1, chunked_loss=not bad)).step)
+    return Planted(Loop(Form(vocabulary=32_768, rows=1, chunked_loss=not bad)).step)
 
 
 def eager_attention(bad: bool) -> Planted:
     """Scores of 512 × 512 a head written out, or never."""
-    return Planted(Loop(Form(sequence=512, rows=1, layers=2, heads=8, sdpa=not bad)).step)
+    return Planted(Loop(Form(sequence=512, rows=1, heads=8, sdpa=not bad)).step)
 
 
 def loop_optimizer(bad: bool) -> Planted:
     """AdamW as a loop over parameters, or one fused call. Small batches, so that the update weighs."""
-    return Planted(Loop(Form(rows=1, sequence=32, width=256, fused_optimizer=not bad)).step, tokens=1)
+    return Planted(Loop(Form(rows=1, sequence=32, width=192, fused_optimizer=not bad)).step, tokens=1)
 
 
 def recompute(bad: bool) -> Planted:
@@ -140,7 +140,7 @@ def recompute(bad: bool) -> Planted:
 
 def recompiling(bad: bool) -> Planted:
     """Another sequence length each step, compiled for each (traced, not generated), or once for all."""
-    form = Form(rows=2)
+    form = Form()
     loop = Loop(form)
     torch._dynamo.reset()
     lengths, at = [64 + 4 * number for number in range(48)], [0]
@@ -159,10 +159,10 @@ def recompiling(bad: bool) -> Planted:
 
 
 def checkpoint_stall(bad: bool) -> Planted:
-    """Every fifth step writes and syncs 32 MiB in the loop; or none does."""
+    """Every fifth step writes and syncs 8 MiB in the loop; or none does."""
     loop = Loop(Form())
     seen, folder = [0], tempfile.TemporaryDirectory(prefix="headway-stall-")
-    blob = os.urandom(32 << 20)
+    blob = os.urandom(8 << 20)
 
     def step() -> None:
         seen[0] += 1
@@ -178,19 +178,19 @@ def checkpoint_stall(bad: bool) -> Planted:
 
 CAUSES: tuple[Cause, ...] = (
     Cause("padding", "rows padded to the longest → full rows", padding, told=True),
-    Cause("data-starvation", "20 ms a batch in the loop → a thread ahead", starvation, sleeps=True, steady=False),
-    Cause("data-jitter", "120 ms every sixth batch → a queue of twelve", jitter, window=12, sleeps=True, steady=False),
+    Cause("data-starvation", "6 ms a batch in the loop → a thread ahead", starvation, sleeps=True, steady=False),
+    Cause("data-jitter", "50 ms every sixth batch → a queue of twelve", jitter, window=6, sleeps=True, steady=False),
     Cause("garbage-collection", "gc.collect() each step → young objects every sixth", garbage, window=6, steady=False),
     Cause("loss-unfused", "logits as a whole → in chunks", unfused_loss),
     Cause("attention-unfused", "bmm, softmax, bmm → one call", eager_attention),
-    Cause("optimizer-not-fused", "AdamW loop → fused", loop_optimizer, window=10),
+    Cause("optimizer-not-fused", "AdamW loop → fused", loop_optimizer, window=6),
     Cause("recompute-with-free-memory", "checkpointed blocks → kept", recompute, memory_free=0.8),
-    Cause("recompilation-storm", "compiled for each length → once", recompiling, window=8, steady=False),
+    Cause("recompilation-storm", "compiled for each length → once", recompiling, window=6, steady=False),
     Cause(
         "unstable-steps",
-        "32 MiB synced every fifth step → none",
+        "8 MiB synced every fifth step → none",
         checkpoint_stall,
-        window=10,
+        window=5,
         sleeps=True,
         steady=False,
     ),

@@ -17,10 +17,10 @@ class Form:
 
     vocabulary: int = 512
     width: int = 128
-    layers: int = 4
+    layers: int = 2
     heads: int = 4
     sequence: int = 128
-    rows: int = 4
+    rows: int = 2
     sdpa: bool = True
     fused_optimizer: bool = True
     chunked_loss: bool = True

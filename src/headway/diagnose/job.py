@@ -44,8 +44,13 @@ def read_job(paths: Sequence[Path], options: Options = Options()) -> JobFacts:
 
     Several files are taken as the ranks of one job, and compared.
     """
+    return job_of((read_any(path) for path in paths), options)
+
+
+def job_of(traces: Iterable[Trace], options: Options = Options()) -> JobFacts:
+    """The same of traces that were read; each is let go when it is accounted."""
     pattern = comm_pattern(options.comm_kernels)
-    ranks = number_ranks([_facts(path, pattern, options) for path in paths])
+    ranks = number_ranks([rank_facts(trace, pattern, options) for trace in traces])
     comparison = compare(ranks) if len(ranks) > 1 else None
     if comparison is not None and not comparison.refused:
         ranks = with_stragglers(ranks, comparison)
@@ -58,9 +63,9 @@ def read_job(paths: Sequence[Path], options: Options = Options()) -> JobFacts:
     )
 
 
-def _facts(path: Path, comm: re.Pattern[str], options: Options) -> RankFacts:
-    trace = read_nsight(path) if is_sqlite(path) else read_trace(path)
-    return rank_facts(trace, comm, options)
+def read_any(path: Path) -> Trace:
+    """A trace of any kind: Kineto or Chrome JSON, or a Nsight Systems export."""
+    return read_nsight(path) if is_sqlite(path) else read_trace(path)
 
 
 def rank_facts(trace: Trace, comm: re.Pattern[str], options: Options) -> RankFacts:
