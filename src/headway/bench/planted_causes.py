@@ -62,7 +62,8 @@ def _loading(seconds: Callable[[int], float], ahead: int) -> Planted:
     form = Form()
 
     def read(index: int) -> Tensor:
-        time.sleep(seconds(index))
+        if (wait := seconds(index)) > 0:
+            time.sleep(wait)
         return torch.randint(form.vocabulary, (form.rows, form.sequence))
 
     ready: queue.Queue[Tensor] = queue.Queue(max(1, ahead))
@@ -97,18 +98,18 @@ def starvation(bad: bool) -> Planted:
 
 def jitter(bad: bool) -> Planted:
     """One batch in six takes 50 ms to read, in the loop or by a thread with a queue of twelve."""
-    return _loading(lambda index: 0.05 if index % 6 == 5 else 0.0005, 0 if bad else 12)
+    return _loading(lambda index: 0.05 if index % 6 == 5 else 0.0, 0 if bad else 12)
 
 
 def garbage(bad: bool) -> Planted:
-    """A collection of everything in each step over 60,000 live objects; or frozen, and the young every sixth step."""
+    """A collection of everything in each step over 60,000 live objects; or frozen, and the young every third step."""
     loop = Loop(Form())
     kept = [[number] for number in range(60_000)]
     seen = [0]
 
     def step() -> None:
         seen[0] += 1
-        if bad or seen[0] % 6 == 0:
+        if bad or seen[0] % 3 == 0:
             with record_function("gc.collect"):
                 gc.collect(2 if bad else 0)
         loop.step()
@@ -120,8 +121,8 @@ def garbage(bad: bool) -> Planted:
 
 
 def unfused_loss(bad: bool) -> Planted:
-    """Logits over 32,768 entries as a whole and in float32, or in chunks."""
-    return Planted(Loop(Form(vocabulary=32_768, rows=1, chunked_loss=not bad)).step)
+    """Logits over 32,768 entries cut to shape and copied, or made once."""
+    return Planted(Loop(Form(vocabulary=32_768, rows=1, copied_logits=bad)).step)
 
 
 def eager_attention(bad: bool) -> Planted:
@@ -139,16 +140,12 @@ def recompute(bad: bool) -> Planted:
 
 
 def recompiling(bad: bool) -> Planted:
-    """Another sequence length each step, compiled for each (traced, not generated), or once for all."""
+    """Another sequence length each step, the last norm compiled for each (traced, not generated), or once for all."""
     form = Form()
     loop = Loop(form)
-    torch._dynamo.reset()
-    lengths, at = [64 + 4 * number for number in range(48)], [0]
-    if bad:
-        torch._dynamo.config.recompile_limit = 10_000
-        loop.forward = torch.compile(loop.model, backend="eager", dynamic=False)
-    else:
-        loop.forward = torch.compile(loop.model, backend="eager", dynamic=True)
+    lengths, at = [64 + 2 * number for number in range(200)], [0]
+    torch._dynamo.config.recompile_limit = 10_000
+    loop.model.norm.compile(backend="eager", dynamic=not bad)
 
     def step() -> None:
         at[0] += 1
@@ -180,8 +177,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause("padding", "rows padded to the longest → full rows", padding, told=True),
     Cause("data-starvation", "6 ms a batch in the loop → a thread ahead", starvation, sleeps=True, steady=False),
     Cause("data-jitter", "50 ms every sixth batch → a queue of twelve", jitter, window=6, sleeps=True, steady=False),
-    Cause("garbage-collection", "gc.collect() each step → young objects every sixth", garbage, window=6, steady=False),
-    Cause("loss-unfused", "logits as a whole → in chunks", unfused_loss),
+    Cause("garbage-collection", "gc.collect() each step → young objects every third", garbage, window=3, steady=False),
+    Cause("loss-unfused", "logits copied twice → made once", unfused_loss),
     Cause("attention-unfused", "bmm, softmax, bmm → one call", eager_attention),
     Cause("optimizer-not-fused", "AdamW loop → fused", loop_optimizer, window=6),
     Cause("recompute-with-free-memory", "checkpointed blocks → kept", recompute, memory_free=0.8),

@@ -23,7 +23,7 @@ class Form:
     rows: int = 2
     sdpa: bool = True
     fused_optimizer: bool = True
-    chunked_loss: bool = True
+    copied_logits: bool = False
     recompute: bool = False
 
 
@@ -100,48 +100,17 @@ class Loop:
         self.update()
 
     def backward(self, ids: Tensor) -> None:
-        hidden = self.forward(ids).flatten(0, 1)
-        labels = ids.flatten()
-        if self.form.chunked_loss:
-            chunked_backward(hidden, self.model.head.weight, labels)
+        """Next-token loss. With `copied_logits` all logits are made, widened, cut to shape and copied, as many loops
+        do; without, only those that have a label, once."""
+        hidden = self.forward(ids)
+        labels = ids[:, 1:].flatten()
+        if self.form.copied_logits:
+            logits = self.model.head(hidden).float()
+            logits = logits[:, :-1].contiguous().view(-1, self.form.vocabulary).clone()
         else:
-            functional.cross_entropy(self.model.head(hidden).float(), labels).backward()
+            logits = self.model.head(hidden[:, :-1].flatten(0, 1))
+        functional.cross_entropy(logits, labels).backward()
 
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-
-class _Chunked(torch.autograd.Function):
-    """Mean cross entropy of hidden [N, width] @ weight.T over chunks of rows: logits of one chunk at a time, and the
-    gradient made where the logits are still in the cache (as fused linear cross entropies do)."""
-
-    @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        rows = max(1, (1 << 19) // weight.shape[0])
-        total = hidden.new_zeros(())
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        for start in range(0, len(hidden), rows):
-            part, wanted = hidden[start : start + rows], labels[start : start + rows]
-            logits = part @ weight.T
-            peak = logits.max(dim=-1, keepdim=True).values
-            picked = logits.gather(1, wanted[:, None]) - peak
-            logits.sub_(peak).exp_()
-            sums = logits.sum(dim=-1, keepdim=True)
-            total += (sums.log() - picked).sum()
-            logits.div_(sums * len(hidden))
-            logits.scatter_add_(1, wanted[:, None], logits.new_full((len(part), 1), -1.0 / len(hidden)))
-            torch.mm(logits, weight, out=grad_hidden[start : start + rows])
-            grad_weight.addmm_(logits.T, part)
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        return total / len(hidden)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad, grad_weight * grad, None
-
-
-def chunked_backward(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
-    loss: Tensor = _Chunked.apply(hidden, weight, labels)
-    loss.backward()

@@ -83,7 +83,23 @@ def reader(
     print_json(found.record()) if json else print("\n".join(found.lines()))
 
 
+def cost(
+    run: Annotated[Path, typer.Argument(help="A run folder with periodic traces.", metavar="RUN_DIR")],
+    every: Annotated[int, typer.Option(help="Steps between traces to reckon with.", min=1)] = 1000,
+    json: Json = False,
+) -> None:
+    """Print what the account and the periodic trace cost a run, from its records.
+
+    Example: headway bench diagnose-cost runs/mine --every 1000
+    """
+    from headway.bench.diagnose_cost import cost_of
+
+    found = cost_of(run)
+    print_json(found.record(every)) if json else print("\n".join(found.lines(every)))
+
+
 def register(app: typer.Typer) -> None:
     app.command("diagnose-calibration")(calibration)
     app.command("diagnose-fuzz")(fuzz)
     app.command("diagnose-reader")(reader)
+    app.command("diagnose-cost")(cost)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.account.intervals import measure, subtract, union
+from headway.account.intervals import Intervals, measure, subtract, union
 from headway.diagnose.facts import KINDS, NONE, GpuClass, GpuEvents, HostEvents, HostKind, Int8, Int64, Window
 from headway.diagnose.linking import innermost_open
 from headway.diagnose.shares import of_events
@@ -100,6 +100,14 @@ def _with_checkpoints(
             region = np.concatenate((region, np.full(len(used), RECOMPUTE, np.int8)))
     order = np.lexsort((-ends, starts))
     return starts[order], ends[order], threads[order], region[order]
+
+
+def recompute_spans(host: HostEvents, names: Sequence[str]) -> Intervals:
+    """When the host ran a forward again: its operators and the Python between them."""
+    row, region = _regions(host, names)
+    starts, ends, _, region = _with_checkpoints(host, names, row, region)
+    again = region == RECOMPUTE
+    return union(np.stack((starts[again], ends[again]), axis=1))
 
 
 def compute_by_phase(events: GpuEvents, phase: Int8, window: Window) -> dict[str, int]:

@@ -19,8 +19,9 @@ _NEIGHBOURS = 5
 
 
 def find(case: Case) -> Iterator[Finding]:
-    """Upper bound: softmax over the scores, and the masks, scalings and casts beside it. Put back: a third, for the
-    scores that a fused kernel computes again in backward."""
+    """Upper bound: softmax over the scores, the masks, scalings and casts beside it, and half of the batched products
+    beside it, which write and read the scores. Put back: a third of the softmax's part, for the scores that a fused
+    kernel computes again in backward, and all of the products."""
     view = case.view
     softmax = view.from_op(_OPS) & view.computing & view.of_kind("softmax", "elementwise", "norm", "reduction", "other")
     if not softmax.any():
@@ -30,6 +31,9 @@ def find(case: Case) -> Iterator[Finding]:
     if spent < NOTABLE * view.wall_ns:
         return
     claims = {f"device.{kind}": ns for kind in view.device.by_kind if (ns := view.time(every & view.of_kind(kind)))}
+    products = _near(view, softmax) & view.from_op(r"^aten::(?:bmm|baddbmm)$") & view.computing
+    if moved := view.time(products) // 2:
+        claims["device.matmul"] = claims.get("device.matmul", 0) + moved
     yield Finding(
         name="attention-unfused",
         title="attention materialises its scores",
@@ -44,6 +48,14 @@ def find(case: Case) -> Iterator[Finding]:
         check="one fused kernel (flash, cudnn, mem_efficient) should stand where bmm, softmax, bmm stand now",
         remedy="fuse-attention",
     )
+
+
+def _near(view: View, softmax: Mask) -> Mask:
+    """Events at most _NEIGHBOURS places from a softmax."""
+    near = np.zeros(len(softmax), bool)
+    for row in np.flatnonzero(softmax):
+        near[max(0, row - _NEIGHBOURS) : row + _NEIGHBOURS + 1] = True
+    return near
 
 
 def _beside(view: View, softmax: Mask) -> Mask:

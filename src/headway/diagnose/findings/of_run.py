@@ -160,7 +160,7 @@ def _recompute(run: RunFacts) -> Iterator[Finding]:
     spent = int(run.total("compute") * again / computed)
     if spent >= RECOMPUTE * run.wall_ns:
         text = f"{text} (model.recompute={run.setting('model.recompute')})"
-        yield recompute_finding(spent, run.wall_ns, free, text, "compute")
+        yield recompute_finding(spent, run.wall_ns, free, text, {"compute": spent})
 
 
 def _memory(run: RunFacts) -> Iterator[Finding]:
