@@ -80,6 +80,29 @@ def packing(
 
 
 @app.command()
+def checkpoint(
+    gigabytes: Annotated[float, typer.Option(help="Size of the training state.")] = 2.4,
+    rounds: Annotated[int, typer.Option(help="Saves measured in each tier.")] = 5,
+    threads: Annotated[int, typer.Option(help="CPU threads that train.")] = 1,
+    corruptions: Annotated[int, typer.Option(help="Injected corruptions.")] = 1000,
+    folder: Annotated[Path | None, typer.Option(help="Where to save (default: the temporary folder).")] = None,
+    json: Json = False,
+) -> None:
+    """Measure what saves cost a training, whether damage is ever accepted, and whether memory grows.
+
+    Example: headway bench checkpoint --gigabytes 2.4 --rounds 5
+    """
+    from headway.bench.checkpoint import bench_damage, bench_growth, bench_saves
+
+    growth, damage = bench_growth(), bench_damage(corruptions)
+    saves = bench_saves(gigabytes, rounds, threads, folder)
+    if json:
+        print_json({"growth": asdict(growth), "damage": asdict(damage), "saves": asdict(saves)})
+    else:
+        print("\n".join([*growth.lines(), *damage.lines(), *saves.lines()]))
+
+
+@app.command()
 def kernels(
     run_file: Annotated[Path, typer.Argument(help="Run file: model, data, slots, precision.", metavar="RUN.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value …", metavar="[KEY=VALUE …]")] = None,

@@ -85,6 +85,28 @@ class Image:
         return [find_state_dict_object(flat.tensors, place.index).detach() for place in self.places]
 
 
+@dataclass(slots=True)
+class Bound:
+    """A state whose tensors were looked at: found again by where they lie, in a thousandth of the time.
+
+    `sources` keep their memory alive, so that no other tensor can come to lie in the same place meanwhile.
+    """
+
+    marks: tuple[tuple[object, ...], ...] = ()
+    layout: tuple[object, ...] | None = None
+    sources: list[Tensor] = field(default_factory=list)
+    parts: dict[str, int] = field(default_factory=dict)
+    tensor_bytes: int = 0
+
+
+def marks_of(flat: Flat) -> tuple[tuple[object, ...], ...]:
+    """Where each tensor of a state lies."""
+    return tuple(
+        (key, (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr(), tensor.dtype, tensor.shape)
+        for key, tensor in flat.tensors.items()
+    )
+
+
 def layout_of(flat: Flat) -> tuple[object, ...]:
     """What an image depends on: names, shapes, types, and where each tensor's shards lie. Comparable, not hashable."""
     marks: list[tuple[object, ...]] = []

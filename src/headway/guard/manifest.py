@@ -72,6 +72,15 @@ def write_durably(path: Path, content: bytes) -> None:
         os.fsync(stream.fileno())
 
 
+def sync_file(path: Path) -> None:
+    """Waits until the disk has a file's content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_durably(folder / MANIFEST, encode_manifest(manifest))
 

@@ -18,7 +18,7 @@ import msgspec
 from headway.guard import layout, upkeep
 from headway.guard.crash import crash_point
 from headway.guard.layout import CheckpointFailed
-from headway.guard.manifest import FileEntry, Manifest, hash_file, hash_problems, read_manifest
+from headway.guard.manifest import FileEntry, Manifest, hash_file, hash_problems, read_manifest, sync_file
 from headway.guard.publishing import commit, explained
 
 _CHUNK = 16 << 20
@@ -154,6 +154,7 @@ def _to_disk(job: Job, folder: Folder, sources: dict[str, int], entries: dict[st
             written = {}
             for name, source in sources.items():
                 if name == layout.WRITER_FILE:  # the disk's own, written when the folder was claimed
+                    sync_file(partial / name)
                     written[name] = hash_file(partial / name)
                     continue
                 _copy(source, partial / name, job.manifest.step)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from headway.guard.crash import crash_point
 from headway.guard.host_file import HostFile, copy_bytes
-from headway.guard.tree import Flat
 
 _STEADY = ("model.", "optimizer.state.")
 
@@ -36,19 +35,20 @@ class Stager:
 
     def start(
         self,
-        flat: Flat,
+        sources: Sequence[Tensor],
         moving: Set[str],
         step: int,
         host: HostFile,
         then: Callable[[BaseException | None], None],
     ) -> None:
-        """Begins the copy of `flat` into `host`; `then` is called on the copying thread, with what went wrong.
+        """Begins the copy of `sources`, in the order of the image's places, into `host`.
 
+        `then` is called on the copying thread, with what went wrong.
         `moving`: keys under "model" that change between optimizer steps (buffers).
         """
         self.fence()
         later: list[tuple[Tensor, Tensor]] = []
-        for place, target, source in zip(host.image.places, host.targets, host.image.sources(flat), strict=True):
+        for place, target, source in zip(host.image.places, host.targets, sources, strict=True):
             key = place.index.fqn
             if key.startswith(_STEADY) and key not in moving:
                 later.append((target, source))

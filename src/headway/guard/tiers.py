@@ -31,7 +31,7 @@ from headway.guard.checkpoint import CheckpointStore
 from headway.guard.crash import crash_point
 from headway.guard.finding import ALL_TIERS, Finder, Found, RemotePlace
 from headway.guard.host_file import HostFile
-from headway.guard.image import Image, NoImage, layout_of, plan_image
+from headway.guard.image import Bound, Image, NoImage, layout_of, marks_of, plan_image
 from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import Manifest
 from headway.guard.memory import NODE, Owner, memory_root
@@ -132,10 +132,11 @@ class Tiers:
         self._owner: Owner | None = None
         self._node = self._find_node()
         self._image = Image()
-        self._layout: tuple[object, ...] | None = None
+        self._bound = Bound()
         self._slots: list[_Slot] = []
         self._in_work: _InWork | None = None
         self._jobs = 0
+        self._checked = False
         self._generation = 0
         self._early: list[Event] = []
         self._open_memory(run_folder)
@@ -171,14 +172,17 @@ class Tiers:
             raise CheckpointFailed(self.off)
         crash_point("before-stage", step)
         flat = flatten(tensors)
-        marks = layout_of(flat)
-        views = self._control.gather((self.saver.busy, marks != self._layout))
+        bound = self._bind(flat)
+        views = self._control.gather((self.saver.busy, bound.layout != self._bound.layout))
         if any(busy for busy, _ in views):
             return False
         self._early += self._note(self.saver.take())
         try:
             if any(changed for _, changed in views):
-                self._lay_out(flat, marks)
+                self._lay_out(flat, bound)
+            elif bound is not self._bound:
+                bound.sources = self._image.sources(flat)
+                self._bound = bound
             self._begin(step, flat, moving, meta, rank_state, disk, remote, keep)
         except NoImage as problem:
             self.off = f"no asynchronous saves: {problem}"
@@ -298,6 +302,7 @@ class Tiers:
         except BaseException:
             self._discard(plan)
             raise
+        self._checked = True
         self._jobs += 1
         draft = plan.disk
         job = Job(
@@ -312,7 +317,7 @@ class Tiers:
                 world_size=self._control.size,
                 headway=__version__,
                 torch=str(torch.__version__),
-                parts={**dict.fromkeys(("model", "optimizer"), 0), **self._kept_parts(flat)},
+                parts=self._bound.parts,
                 files={},
             ),
             memory=Folder(partial=str(partial), final=str(slot.final), ranks=self._node.ranks),
@@ -325,17 +330,15 @@ class Tiers:
         )
         self._in_work = _InWork(job.id, step, plan.slot, draft is not None)
         self.saver.reserve()
-        self.stager.start(flat, moving, step, self._host(slot), lambda problem: self._staged(job, problem))
+        self.stager.start(
+            self._bound.sources, moving, step, self._host(slot), lambda problem: self._staged(job, problem)
+        )
 
     def _remote(self) -> Remote | None:
         place = self.remote
         if place is None:
             return None
         return Remote(url=place.url, ranks=list(range(self._control.size)), keep=place.keep, budget_s=place.budget_s)
-
-    def _kept_parts(self, flat: Flat) -> dict[str, int]:
-        parts = part_bytes(flat.tensors)
-        return {part: parts.get(part, 0) for part in ("model", "optimizer")}
 
     def _host(self, slot: _Slot) -> HostFile:
         return slot.host if slot.host is not None else HostFile.empty()
@@ -355,7 +358,8 @@ class Tiers:
         draft, error = None, ""
         if disk:
             try:
-                draft = writing.claim_here(self.disk.root, self.run_id, step, flat, self._control.size, above)
+                need = writing.bytes_needed(flat, self._control.size, self._bound.tensor_bytes)
+                draft = writing.claim_here(self.disk.root, self.run_id, step, need, above)
             except (CheckpointFailed, OSError) as problem:
                 error = str(problem)
         generation = draft.ref.generation if draft else max(above + 1, layout.next_generation(self.disk.root))
@@ -384,12 +388,13 @@ class Tiers:
         folder = slot.partial
         assert folder is not None
         rank = self._control.rank
-        small = {writing.rank_file(rank): writing.readable(rank_state, "rank_state")}
+        check = not self._checked  # the same kinds of content as in a save before need not be read back again
+        small = {writing.rank_file(rank): writing.readable(rank_state, "rank_state", check=check)}
         if self._node.main:
             writer = {"run_id": self.run_id, "host": socket.gethostname(), "pid": os.getpid(), "started": now()}
             (folder / layout.WRITER_FILE).write_bytes(json.dumps(writer).encode())
         if self._control.is_main:
-            small |= writing.common_files(flat, meta)
+            small |= writing.common_files(flat, meta, check=check)
             small[".metadata"] = self._image.metadata
         for name, content in small.items():
             (folder / name).write_bytes(content)
@@ -447,14 +452,24 @@ class Tiers:
         assert root is not None
         self.memory = CheckpointStore(root, self.run_id)
 
-    def _lay_out(self, flat: Flat, marks: tuple[object, ...]) -> None:
+    def _bind(self, flat: Flat) -> Bound:
+        """The state as it was bound the last time, when every tensor still lies where it did; else looked at anew."""
+        marks = marks_of(flat)
+        if marks == self._bound.marks:
+            return self._bound
+        parts = part_bytes(flat.tensors)
+        kept = {part: parts.get(part, 0) for part in ("model", "optimizer")}
+        return Bound(marks, layout_of(flat), [], kept, sum(parts.values()))
+
+    def _lay_out(self, flat: Flat, bound: Bound) -> None:
         """Plans the shard files and takes the memory for them. Collective."""
         assert self.memory is not None
         self._drop_slots()
-        self._layout = None
+        self._bound = Bound()
         self._image = plan_image(self._control, flat, self.memory.root / f".image-{self._generation}")
         self._slots = [_Slot() for _ in range(self.keep_memory + 1)]
-        self._layout = marks
+        bound.sources = self._image.sources(flat)
+        self._bound, self._checked = bound, False
         if self._node.main:  # a run that was killed left its own; the newest stays until a new one is published
             for ref in layout.published(self.memory.root)[:-1]:
                 shutil.rmtree(ref.path, ignore_errors=True)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -35,7 +36,38 @@ def capture(model: nn.Module, optimizers: Optimizers, *, trainable_only: bool = 
 
     Raises ValueError when an optimizer holds a parameter that the model does not have, or two hold the same.
     """
-    names = _names(model)
+    options = StateDictOptions(ignore_frozen_params=trainable_only)
+    weights = _without_aliases(get_model_state_dict(model, options=options))
+    return {"model": weights, "optimizer": _optimizer_state(_names(model), optimizers)}
+
+
+class Capture:
+    """`capture` of one model and its optimizers again and again: the weights are looked up only when they moved."""
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers, *, trainable_only: bool = False) -> None:
+        self._model, self._optimizers, self._trainable_only = model, optimizers, trainable_only
+        self._marks: list[tuple[int, int]] = []
+        self._weights: Tree = {}
+        self._names: dict[Tensor, str] = {}
+        self.moving: frozenset[str] = frozenset()
+        """`buffer_keys` of the model."""
+
+    def tree(self) -> Tree:
+        """What `capture` returns, with live tensors."""
+        held = itertools.chain(self._model.parameters(), self._model.buffers())
+        marks = [(id(tensor), _address(tensor)) for tensor in held]
+        if marks != self._marks:
+            options = StateDictOptions(ignore_frozen_params=self._trainable_only)
+            self._weights = _without_aliases(get_model_state_dict(self._model, options=options))
+            self._names, self.moving, self._marks = _names(self._model), buffer_keys(self._model), marks
+        return {"model": dict(self._weights), "optimizer": _optimizer_state(self._names, self._optimizers)}
+
+
+def _address(tensor: Tensor) -> int:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
+
+
+def _optimizer_state(names: dict[Tensor, str], optimizers: Optimizers) -> Tree:
     state: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
@@ -47,9 +79,7 @@ def capture(model: nn.Module, optimizers: Optimizers, *, trainable_only: bool = 
                     if name in state:
                         raise ValueError(f"two optimizers hold the parameter {name}")
                     state[name] = optimizer.state[parameter]
-    options = StateDictOptions(ignore_frozen_params=trainable_only)
-    weights = _without_aliases(get_model_state_dict(model, options=options))
-    return {"model": weights, "optimizer": {"state": state, "param_groups": groups}}
+    return {"state": state, "param_groups": groups}
 
 
 def buffer_keys(model: nn.Module) -> frozenset[str]:

@@ -28,7 +28,7 @@ from headway.guard import layout
 from headway.guard.control import Control
 from headway.guard.crash import crash_point
 from headway.guard.layout import CheckpointFailed, CheckpointRef
-from headway.guard.manifest import FileEntry, Manifest, hash_file, write_durably
+from headway.guard.manifest import FileEntry, Manifest, hash_file, sync_file, write_durably
 from headway.guard.publishing import commit, explained, now
 from headway.guard.tree import Flat, part_bytes
 
@@ -59,14 +59,14 @@ def claim(control: Control, root: Path, run_id: str, step: int, flat: Flat, abov
     """
 
     return control.on_main(
-        lambda: claim_here(root, run_id, step, flat, control.size, above), CheckpointFailed, _EXPECTED
+        lambda: claim_here(root, run_id, step, bytes_needed(flat, control.size), above), CheckpointFailed, _EXPECTED
     )
 
 
-def claim_here(root: Path, run_id: str, step: int, flat: Flat, ranks: int, above: int) -> Draft:
-    """The same, in this process alone. Raises CheckpointFailed or OSError."""
+def claim_here(root: Path, run_id: str, step: int, need: int, above: int) -> Draft:
+    """The same, in this process alone, for `need` bytes. Raises CheckpointFailed or OSError."""
     root.mkdir(parents=True, exist_ok=True)
-    _check_space(root, flat, ranks)
+    _check_space(root, need)
     while True:
         generation = max(layout.next_generation(root), above + 1)
         name = layout.published_name(step, generation)
@@ -76,8 +76,9 @@ def claim_here(root: Path, run_id: str, step: int, flat: Flat, ranks: int, above
             break
     writer = {"run_id": run_id, "host": socket.gethostname(), "pid": os.getpid(), "started": now()}
     try:
-        with _explaining(root):
-            write_durably(partial / layout.WRITER_FILE, json.dumps(writer).encode())
+        # Not yet durable: whoever publishes the folder waits for the disk, not whoever trains.
+        with _explaining(root), (partial / layout.WRITER_FILE).open("xb") as file:
+            file.write(json.dumps(writer).encode())
     except CheckpointFailed:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -118,6 +119,7 @@ def write(
             if control.is_main:
                 for name, content in common_files(flat, meta).items():
                     write_durably(folder / name, content)
+                sync_file(folder / layout.WRITER_FILE)
             return {name: hash_file(folder / name) for name in _own_files(folder, control)}
 
     written: dict[str, FileEntry] = {}
@@ -126,11 +128,11 @@ def write(
     return written
 
 
-def common_files(flat: Flat, meta: dict[str, Any]) -> dict[str, bytes]:
+def common_files(flat: Flat, meta: dict[str, Any], *, check: bool = True) -> dict[str, bytes]:
     """What rank 0 writes besides tensors: plain values and meta. Raises TypeError as `write` does."""
     paths = {key: flat.paths[key] for key in flat.values}
     values = {"values": flat.values, "paths": paths, "lists": flat.lists}
-    return {VALUES_FILE: readable(values, "a plain value of the state"), META_FILE: _exact_json(meta)}
+    return {VALUES_FILE: readable(values, "a plain value of the state", check=check), META_FILE: _exact_json(meta)}
 
 
 def publish(control: Control, draft: Draft, flat: Flat, files: dict[str, FileEntry]) -> Manifest:
@@ -224,15 +226,14 @@ def _own_files(folder: Path, control: Control) -> list[str]:
     return [*shards, rank_file(control.rank), *common]
 
 
-def bytes_needed(flat: Flat, ranks: int) -> int:
+def bytes_needed(flat: Flat, ranks: int, tensor_bytes: int | None = None) -> int:
     """An upper estimate of a checkpoint's size on disk."""
-    tensors = sum(part_bytes(flat.tensors).values())
+    tensors = sum(part_bytes(flat.tensors).values()) if tensor_bytes is None else tensor_bytes
     fixed = _OVERHEAD_BYTES + ranks * (len(flat.tensors) * _OVERHEAD_PER_SHARD + _OVERHEAD_PER_RANK)
     return int(tensors * (1 + _OVERHEAD_SHARE)) + fixed
 
 
-def _check_space(root: Path, flat: Flat, ranks: int) -> None:
-    need = bytes_needed(flat, ranks)
+def _check_space(root: Path, need: int) -> None:
     free = shutil.disk_usage(root).free
     if free < need:
         raise CheckpointFailed(
@@ -249,11 +250,13 @@ def _explaining(folder: Path) -> Iterator[None]:
         raise CheckpointFailed(explained(problem, folder)) from problem
 
 
-def readable(value: Any, what: str) -> bytes:
-    """`value` as torch.save writes it, after reading it back the way that a load will."""
+def readable(value: Any, what: str, *, check: bool = True) -> bytes:
+    """`value` as torch.save writes it, after reading it back the way that a load will (`check`)."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     content = buffer.getvalue()
+    if not check:
+        return content
     try:
         torch.load(io.BytesIO(content), weights_only=True)
     except Exception as problem:

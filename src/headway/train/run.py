@@ -23,7 +23,8 @@ from headway.guard.folder_lock import FolderLock
 from headway.guard.integrity import check_replicas
 from headway.guard.rng import rng_state
 from headway.guard.signals import StopRequest, agree_to_stop
-from headway.guard.training_state import buffer_keys, capture
+from headway.guard.training_state import Capture
+from headway.guard.tree import Tree
 from headway.train.clock import StepClock
 from headway.train.evaluate import Evaluator
 from headway.train.flop_counter import FlopCounter
@@ -75,6 +76,7 @@ class Run:
     position: Position = field(default_factory=Position)
     saved_step: int = -1
     _evaluated_step: int = -1
+    _capture: Capture | None = None
 
     @property
     def clock(self) -> StepClock:
@@ -268,12 +270,16 @@ class Run:
                 self.saves.begin(self.step, self._snapshot)
 
     def _snapshot(self) -> Snapshot:
-        module = self.learner.replicas.module
-        return Snapshot(self._state(), buffer_keys(module), self._meta(), {"rng": rng_state()})
+        tree = self._state()
+        assert self._capture is not None
+        return Snapshot(tree, self._capture.moving, self._meta(), {"rng": rng_state()})
 
-    def _state(self) -> Any:
-        lora = self.config.model.lora is not None
-        return capture(self.learner.replicas.module, self.learner.optimizers.items, trainable_only=lora)
+    def _state(self) -> Tree:
+        if self._capture is None:
+            lora = self.config.model.lora is not None
+            module, optimizers = self.learner.replicas.module, self.learner.optimizers.items
+            self._capture = Capture(module, optimizers, trainable_only=lora)
+        return self._capture.tree()
 
     def _meta(self) -> dict[str, Any]:
         return {
