@@ -2,7 +2,8 @@
 
 `HEADWAY_CRASH_AT=phase` or `HEADWAY_CRASH_AT=phase@step` makes the process kill itself with SIGKILL there: no handler,
 no cleanup, no flush, exactly as when a machine loses its process. Unset (always, outside tests) it costs one lookup.
-Phases after `staged` run in the saver process; `…+trainer` there kills the process that trains first.
+Phases after `staged` run in the saver process; `…+trainer` there kills the process that trains first. `…+stop` stops
+the process (SIGSTOP) instead, as a disk that hangs would.
 """
 
 from __future__ import annotations
@@ -46,6 +47,6 @@ def crash_point(phase: Phase, step: int) -> None:
     if name not in get_args(Phase):
         raise ValueError(f"{VARIABLE}={wanted}: the phases are {', '.join(get_args(Phase))}")
     if name == phase and (not at or int(at) == step):
-        if also and trainer:
+        if also == "trainer" and trainer:
             os.kill(trainer, signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGSTOP if also == "stop" else signal.SIGKILL)

@@ -24,6 +24,7 @@ import headway
 from headway.guard.save_job import Job, Outcome
 
 _TRIES = 2
+_TIERS = ("memory", "disk", "remote")
 _GRACE_S = 2.0
 
 
@@ -154,6 +155,8 @@ class Saver:
             if work is None or outcome.id != work.job.id:
                 return
             if outcome.tier:
+                if outcome.tier in _TIERS and outcome.tier not in work.left:
+                    return  # a second attempt passes what the first one had done
                 work.left.discard(outcome.tier)
                 self._outcomes.append(outcome)
             else:
