@@ -29,7 +29,7 @@ def trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    ["", "train", "data", "data prepare", "data inspect", "checkpoint", "checkpoint list", "checkpoint verify", "checkpoint export", "checkpoint prune", "report", "doctor", "bench", "bench peak", "bench data", "bench packing", "bench kernels"],
+    ["", "train", "data", "data prepare", "data inspect", "checkpoint", "checkpoint list", "checkpoint verify", "checkpoint export", "checkpoint prune", "checkpoint advise", "report", "doctor", "bench", "bench peak", "bench data", "bench packing", "bench kernels", "bench checkpoint"],
 )  # fmt: skip
 def test_help_is_there_and_has_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
     code, out, _ = call(capsys, *command.split(), "--help")
@@ -89,6 +89,8 @@ def test_train_resume_report_and_checkpoints(trained: Path, capsys: pytest.Captu
     listed = json.loads(out)
     assert [row["step"] for row in listed] == [2, 4] and listed[0]["optimizer_bytes"] > listed[0]["model_bytes"]
     assert call(capsys, "checkpoint", "verify", run)[0] == 0
+    code, out, _ = call(capsys, "checkpoint", "advise", run)
+    assert code == 0 and "disk: every" in out and "no failure yet" in out
     code, out, _ = call(capsys, "checkpoint", "export", run, tmp_path / "model", "--step", "2")
     assert code == 0 and (tmp_path / "model" / "model.safetensors").is_file()
     code, _, err = call(capsys, "checkpoint", "export", run, tmp_path / "model")

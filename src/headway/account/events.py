@@ -97,7 +97,8 @@ class CheckpointLine(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"
     """One published checkpoint: a line of metrics.jsonl.
 
     seconds is from the end of its copy in memory until it was published in its tier (memory, disk, remote); where the
-    trainer wrote it itself, of the whole save. blocked_s is how long training stood still to begin it.
+    trainer wrote it itself, of the whole save. blocked_s is how long training stood still to begin it, cost_s what it
+    took from training in all: that, and what steps under way meanwhile were slower than usual.
     """
 
     session: int
@@ -108,6 +109,7 @@ class CheckpointLine(msgspec.Struct, frozen=True, kw_only=True, tag="checkpoint"
     seconds: float
     tier: str = "disk"
     blocked_s: float = 0.0
+    cost_s: float = 0.0
 
 
 class SessionStart(msgspec.Struct, frozen=True, kw_only=True, tag="session_start", tag_field="event"):

@@ -1,4 +1,4 @@
-"""`headway checkpoint list|verify|export|prune RUN_DIR`."""
+"""`headway checkpoint list|verify|export|prune|advise RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -94,6 +94,24 @@ def prune(
         for left in done.left:
             print(f"left {left}")
     return 1 if done.left else 0
+
+
+@app.command()
+def advise(run_dir: RunDir, json: Json = False) -> None:
+    """Say how often to save in each tier, by what this run's saves cost and how often it failed.
+
+    Example: headway checkpoint advise runs/demo
+    """
+    from headway.record.folder import RunFolder
+    from headway.train.cadence import advise_run
+
+    advice = advise_run(RunFolder.open(run_dir))
+    if json:
+        rate = advice.rate
+        band = {"mean": rate.mean, "low": rate.low, "high": rate.high, "basis": rate.basis}
+        print_json({"steps": advice.steps, "ettr": advice.goodput.ettr, "failures_per_gpu_day": band})
+    else:
+        print("\n".join(advice.lines()))
 
 
 def _store(run_dir: Path) -> Any:

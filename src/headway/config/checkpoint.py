@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 from pydantic import Field
 
 from headway.config.base import Section, marks
@@ -37,14 +39,13 @@ class RemoteConfig(Section):
 class CheckpointConfig(Section):
     """When the training state is saved, and what a start continues from."""
 
-    every: int | None = Field(
+    every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         default=None,
-        ge=1,
-        description="Optimizer steps between checkpoints; null saves only at the end and when the run is stopped.",
+        description="Optimizer steps between checkpoints; `auto` finds them from what saves cost and how often the run "
+        "fails; null saves only at the end and when the run is stopped.",
     )
-    memory_every: int | None = Field(
+    memory_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
         default=None,
-        ge=1,
         description="Optimizer steps between checkpoints in the node's shared memory, which survive a killed process "
         "but not the node; null makes none but those on their way to the disk.",
     )

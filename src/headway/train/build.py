@@ -47,6 +47,7 @@ from headway.record.jsonl import JsonlWriter
 from headway.train import fitting
 from headway.train import resume as resuming
 from headway.train.agreement import first_failure
+from headway.train.cadence import Cadence
 from headway.train.clock import StepClock
 from headway.train.data import Say, decoder, evaluation_view, make_stream, prepare_sources, total_steps, training_view
 from headway.train.evaluate import Evaluator
@@ -62,7 +63,7 @@ from headway.train.places import describe as describe_places
 from headway.train.reporter import Reporter
 from headway.train.rollback import Went, go_back
 from headway.train.run import Run
-from headway.train.saves import Saves
+from headway.train.saves import Saves, every_of
 from headway.train.schedule import Schedule
 from headway.train.spikes import Spikes
 from headway.train.step import Learner
@@ -176,6 +177,10 @@ def _build(
     learner = _learner(config, replicas, optimizers, clock, place, state, tiers.fence)
     with run_clock.phase("compile"):
         fit, facts, optimizer_bytes = _fit(config, learner, model, place, reporter, state.step, say)
+    failures, device_s = resuming.failures_so_far(folder)
+    cadence = Cadence(every_of(config.checkpoint), place.world, failures, device_s, control(), say)
+    saves = Saves(config.checkpoint, tiers, reporter, say, cadence, lambda: run_clock.account().wall_ns / 1e9)
+    reporter.on_step = saves.step
     kept = [p for p in model.module.parameters() if p.requires_grad or config.model.lora is None]
     saved = sum(p.numel() * p.element_size() for p in kept)
     for line in describe_places(config.checkpoint, tiers, saved, optimizer_bytes * place.layout.shard, place.world):
@@ -199,7 +204,7 @@ def _build(
         counter=FlopCounter(model.shape, model.trainable, place.world, _trained_head(kernels)),
         reporter=reporter,
         run_clock=run_clock,
-        saves=Saves(config.checkpoint, tiers, reporter, say),
+        saves=saves,
         lock=lock,
         # Last: until here a signal ends the process at once, since there is nothing to save.
         stop=StopRequest(),

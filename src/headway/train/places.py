@@ -63,12 +63,12 @@ def describe(config: CheckpointConfig, tiers: Tiers, model_bytes: int, optimizer
         rooms = config.keep_memory + 1
         here = size * len(tiers.node_ranks) / ranks
         free = shutil.disk_usage(tiers.memory.root).free
-        every = f"every {config.memory_every} steps and " if config.memory_every is not None else ""
+        every = f"{_every(config.memory_every)} and " if config.memory_every is not None else ""
         lines.append(
             f"memory: {every}on the way to the disk, {rooms} x {here / GB:,.2f} GB of {free / GB:,.2f} GB in "
             f"{tiers.memory.root.parent}"
         )
-    when = f"every {config.every} steps" if config.every is not None else "at the end and when stopped"
+    when = _every(config.every) if config.every is not None else "at the end and when stopped"
     root = next(path for path in (tiers.disk.root, *tiers.disk.root.parents) if path.is_dir())
     lines.append(
         f"disk: {when}, keeps {config.keep}{f' and every {config.keep_every}' if config.keep_every else ''}: up to "
@@ -79,6 +79,10 @@ def describe(config: CheckpointConfig, tiers: Tiers, model_bytes: int, optimizer
         keep = config.remote.keep
         lines.append(f"remote: {when}, keeps {keep}: {keep * size / GB:,.2f} GB in {tiers.remote.url}")
     return lines
+
+
+def _every(every: int | str) -> str:
+    return f"every {every} steps" if isinstance(every, int) else "as often as pays"
 
 
 def _run_id(folder: RunFolder) -> str | None:

@@ -74,6 +74,7 @@ class Reporter:
     """Hears a step's number and the values of its `figures.Row`, before anything is told."""
     skipped_in_a_row: int = 0
     cost_ns: int = 0
+    on_step: Callable[[float], None] | None = None
     _pending: deque[StepFacts] = field(default_factory=deque)
     _before: deque[tuple[int, Totals, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _graphs: int = 0
@@ -97,6 +98,8 @@ class Reporter:
             if self.watch is not None and facts.scalars is not None:
                 self.watch(facts.step, facts.scalars.values())
             self.run_clock.step(closed.host_wall_ns, closed.account.total("checkpoint"))
+            if self.on_step is not None:
+                self.on_step(closed.host_wall_ns / 1e9)
             line = self._line(facts, closed.account)
             self.totals.add(line, facts.documents)
             self.session_totals.add(line, facts.documents)

@@ -29,6 +29,7 @@ from headway.parallel.wrap import Replicas
 from headway.record.files import read_json, write_json
 from headway.record.folder import RunFolder
 from headway.record.sessions import read_history
+from headway.train.cadence import sessions_so_far
 from headway.train.optim import Optimizers
 
 # Where files lie is not what they hold: the stream's fingerprint has the content, the checkpoint has the weights.
@@ -120,6 +121,12 @@ def _stored_run_id(remote: RemotePlace | None) -> str | None:
 def next_session(folder: RunFolder) -> int:
     """Sessions are counted from 0 over the run folder's whole life."""
     return control().on_main(lambda: len(read_history(folder).sessions), UserError, (OSError, UserError))
+
+
+def failures_so_far(folder: RunFolder) -> tuple[int, float]:
+    """Sessions that ended without a word or failed, and the device-seconds of all of them; the same on every rank."""
+
+    return control().on_main(lambda: sessions_so_far(read_history(folder)), UserError, (OSError, UserError))
 
 
 def find_checkpoint(config: RunConfig, tiers: Tiers) -> Found | None:

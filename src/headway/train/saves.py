@@ -15,6 +15,7 @@ from headway.guard.process_group import control, is_main
 from headway.guard.save_job import Keep
 from headway.guard.tiers import Event, Tiers
 from headway.guard.tree import Tree
+from headway.train.cadence import Cadence, Every
 from headway.train.reporter import Reporter
 
 
@@ -35,6 +36,8 @@ class Saves:
     tiers: Tiers
     reporter: Reporter
     say: Callable[[str], None]
+    cadence: Cadence
+    session_s: Callable[[], float]
     _owed: set[str] = field(default_factory=set)
     _failures: int = 0
     _blocked_s: float = 0.0
@@ -45,11 +48,9 @@ class Saves:
 
     def is_due(self, step: int) -> bool:
         """Whether a save is due, or was and had to wait for the one before."""
-        remote = self.config.remote
-        uploads = None if remote is None else remote.every or self.config.every
-        for tier, every in (("disk", self.config.every), ("memory", self.config.memory_every), ("remote", uploads)):
-            if every is not None and step % every == 0:
-                self._owed.add(tier)
+        self._owed |= self.cadence.due(step)
+        if "disk" in self._owed and self.config.remote is not None and self.config.remote.every is None:
+            self._owed.add("remote")
         return bool(self._owed)
 
     def begin(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
@@ -83,8 +84,10 @@ class Saves:
                 self.say(f"checkpoints: {self.tiers.off}")
             return
         if begun:
-            self._owed.clear()
             self._blocked_s = time.perf_counter() - started
+            self.cadence.meter.begun(self._blocked_s)
+            self.cadence.decide(step, self._owed, self.session_s())
+            self._owed = set()
 
     def now(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
         """Returns when the state is on the disk; nothing would come after it, so a failure is an error (UserError).
@@ -106,6 +109,10 @@ class Saves:
         """Tells what was published or failed since the last call. Never waits."""
         for event in self.tiers.poll():
             self._tell(event)
+
+    def step(self, wall_s: float) -> None:
+        """Told of every step's length: those beside a save show what it costs."""
+        self.cadence.meter.step(wall_s, self.tiers.saver.busy)
 
     def close(self, *, over: bool, wait: bool) -> None:
         """`over`: the run goes on from no memory checkpoint. `wait`: until an upload in work is done, too."""
@@ -143,6 +150,7 @@ class Saves:
                 seconds=event.seconds,
                 tier=event.tier,
                 blocked_s=self._blocked_s,
+                cost_s=self.cadence.meter.published(event.tier, event.seconds),
             )
         )
 
@@ -169,3 +177,9 @@ class Saves:
                 f"checkpoint.max_failures: more than {allowed} saves in a row failed (causes: incidents.jsonl); "
                 "stopped rather than train on without a checkpoint"
             )
+
+
+def every_of(config: CheckpointConfig) -> dict[str, Every]:
+    """The interval of each tier; uploads without one of their own go with the disk's."""
+    uploads = config.remote.every if config.remote is not None else None
+    return {"memory": config.memory_every, "disk": config.every, "remote": uploads}

@@ -50,7 +50,7 @@ def row_32(case: Case) -> None:
         refused = train_small(case, "changed", None, setting, ranks=1)
         case.expect(refused.code == 2, f"{setting}: refused with 2, not {refused.code}")
         case.expect(said in _said(case), f"{setting}: the difference is said")
-    allowed = train_small(case, "changed", None, "optim.lr=0.002", "checkpoint.allow=[optim.lr]", ranks=1)
+    allowed = train_small(case, "changed", None, "optim.lr=0.002", "checkpoint.allow=[optim]", ranks=1)
     case.expect(allowed.code == 0, f"allowed by key it goes on, not {allowed.code}")
     notes = [note for session in allowed.history.sessions for note in session.start.facts.get("notes", [])]
     case.expect(any("allowed to differ: optim.lr" in note for note in notes), f"and that is written down: {notes}")

@@ -1,0 +1,108 @@
+"""How often this run should save, in each tier: from what its saves cost and how often it fails. docs/checkpoints.md.
+
+The failure rate is a Gamma posterior per GPU-day: the prior has the mean and the variance of the published rates
+(`failure_rates`), the run's own failures and device-days update it (conjugate to a Poisson count). The intervals and
+the predicted ETTR are those of `goodput.predict`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headway.plan.failure_rates import FailureRate, estimate
+from headway.plan.goodput import Goodput, Reliability, Tier, predict
+
+_Z95 = 1.6448536269514722
+
+
+@dataclass(frozen=True, slots=True)
+class TierCost:
+    """`cost_s`: what one save takes from training, end to end (not only while it stands still).
+
+    `lag_s`: from then until the copy can be relied on; `load_s`: reading it back; `survives`: share of failures that
+    leave it readable.
+    """
+
+    name: str
+    cost_s: float
+    lag_s: float
+    load_s: float = 0.0
+    survives: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """`steps` between saves by tier (None: no failure needs that tier); `goodput` with these intervals."""
+
+    costs: tuple[TierCost, ...]
+    rate: FailureRate
+    gpus: int
+    step_s: float
+    goodput: Goodput
+    job: Reliability
+
+    @property
+    def steps(self) -> dict[str, int | None]:
+        return {
+            item.tier: max(1, round(item.used_s / self.step_s)) if math.isfinite(item.used_s) else None
+            for item in self.goodput.intervals
+        }
+
+    def lines(self) -> list[str]:
+        """The advice and what it rests on, in words."""
+        said = [self.rate.line(self.gpus)]
+        for cost, item in zip(self.costs, self.goodput.intervals, strict=True):
+            steps = self.steps[item.tier]
+            if steps is None:
+                said.append(f"{item.tier}: {item.note}")
+                continue
+            said.append(
+                f"{item.tier}: every {steps:,} steps ({item.used_s:,.3g} s); a save costs {cost.cost_s:.3g} s, is safe "
+                f"{cost.lag_s:.3g} s later, a failure needs it every {item.mtbf_s / 3600:,.3g} h: "
+                f"Young {item.young_s:,.3g} s, Daly {item.daly_s:,.3g} s, exact {item.best_s:,.3g} s"
+                f"{f'; {item.note}' if item.note else ''}"
+            )
+        return [*said, f"predicted ETTR {self.goodput.ettr:.2%}"]
+
+
+def gamma_posterior(failures: int, gpu_days: float) -> FailureRate:
+    """Failures per GPU-day after `failures` in `gpu_days` (device-days of this run), with the published rates as prior.
+
+    The band is Wilson and Hilferty's (1931) approximation of the Gamma's 5 % and 95 % points.
+    """
+    prior = estimate()
+    # A lognormal has the variance mean² (exp(sigma²) - 1); its 90 % band is 2 z sigma wide.
+    sigma = math.log(prior.high / prior.low) / (2 * _Z95)
+    shape = 1 / math.expm1(sigma**2)
+    after, exposure = shape + failures, shape / prior.mean + gpu_days
+    seen = f"{failures} failures" if failures else "no failure yet"
+    basis = f"{seen} in {gpu_days:,.3g} GPU-days of this run, published rates as prior, worth {shape:.2g} failures"
+    low, high = (_gamma_point(after, z) / exposure for z in (-_Z95, _Z95))
+    return FailureRate(after / exposure, low, high, basis)
+
+
+def advise(
+    costs: Sequence[TierCost],
+    *,
+    gpus: int,
+    step_s: float,
+    failures: int,
+    gpu_days: float,
+    detect_s: float = 5.0,
+    restart_s: float = 60.0,
+) -> Advice:
+    """The best interval of each tier, nearest first; the last tier must survive every failure.
+
+    Raises UserError for figures that cannot be (negative times, shares that do not rise to 1).
+    """
+    rate = gamma_posterior(failures, gpu_days)
+    tiers = tuple(Tier(cost.name, cost.cost_s, cost.lag_s, cost.load_s, cost.survives) for cost in costs)
+    job = Reliability(gpus, rate, detect_s, restart_s, tiers, step_s=step_s)
+    return Advice(tuple(costs), rate, gpus, step_s, predict(job), job)
+
+
+def _gamma_point(shape: float, z: float) -> float:
+    spread = 1 / (9 * shape)
+    return shape * max(0.0, 1 - spread + z * math.sqrt(spread)) ** 3
