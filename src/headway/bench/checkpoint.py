@@ -24,7 +24,7 @@ from headway.guard.tiers import Tiers
 from headway.guard.training_state import Capture
 
 _WIDTH = 2048
-_ROWS = 64
+_ROWS = 16
 _STEPS = 4
 
 
