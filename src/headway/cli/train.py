@@ -131,10 +131,9 @@ def _may_fork(config: RunConfig) -> bool:
 
     if config.device == "cuda" or torch.cuda.is_available():
         return False
-    import headway.model.load
-    import headway.train.build
-    import headway.train.loop  # noqa: F401
+    from headway.train.preload import preload
 
+    preload(config)
     torch.set_num_threads(1)
     return True
 

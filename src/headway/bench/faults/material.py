@@ -19,8 +19,21 @@ _MODEL = {
 
 def make_material(folder: Path, documents: int = 60) -> Path:
     """Makes `folder` with run.yaml, prepared shards and what they need; returns it. Kept as it is when there."""
-    if (folder / "run.yaml").is_file():
-        return folder
+    if not (folder / "run.yaml").is_file():
+        _make(folder, documents)
+    _preload(folder / "run.yaml")
+    return folder
+
+
+def _preload(run_file: Path) -> None:
+    """Once for all cases, which are forked from here."""
+    from headway.config.load import load_run
+    from headway.train.preload import preload
+
+    preload(load_run(run_file, []).config)
+
+
+def _make(folder: Path, documents: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _tokenizer(folder / "tokenizer")
     dice = random.Random(0)
@@ -42,7 +55,6 @@ def make_material(folder: Path, documents: int = 60) -> Path:
     (folder / "run.part").write_text(yaml.safe_dump(content), encoding="utf-8")
     _prepare(folder / "run.part")
     (folder / "run.part").rename(folder / "run.yaml")
-    return folder
 
 
 def _prepare(run_file: Path) -> None:

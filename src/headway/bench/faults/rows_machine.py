@@ -26,7 +26,7 @@ def row_27(case: Case) -> None:
 
     run = train_small(case, "reader", fault, "data.prefetch=1")
     case.expect(run.code == 0, f"exit code 0, not {run.code}")
-    case.expect(run.losses() == twin(case, "data.prefetch=1").losses(), "losses hex-equal to the twin's")
+    case.expect(run.losses() == twin(case).losses(), "losses hex-equal to the twin's")
     case.expect(run.faults()[:1] == ["data reader failed"], f"the failure is the data reader's, not {run.faults()}")
     case.expect("slow data" in run.faults(), f"slowness is told too: {run.faults()}")
     case.expect(all(item.rank == victim for item in run.incidents), "the rank is named")
@@ -62,8 +62,7 @@ def row_29(case: Case) -> None:
         raise Skipped("needs root, ip and unshare to make a network namespace")
     if subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
         raise Skipped("needs the privilege to make a network namespace")
-    overrides = ("train.steps=6",)
-    undisturbed = twin(case, *overrides).losses()
+    undisturbed = twin(case).losses()
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
         raise Skipped("needs the privilege to make a network namespace")
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
@@ -72,7 +71,7 @@ def row_29(case: Case) -> None:
         if at.rank == 0 and at.step == 4 and at.once("partition"):
             subprocess.Popen(["sh", "-c", f"ip link set lo down; sleep {_PARTITION_S}; ip link set lo up"])
 
-    run = train_small(case, "partition", fault, *overrides, hang_least_s=20.0)
+    run = train_small(case, "partition", fault, hang_least_s=20.0)
     case.expect(run.code == 0, f"exit code 0, not {run.code}")
     case.expect(run.incidents == [] and len(run.history.sessions) == 1, f"it heals without a restart: {run.faults()}")
     case.expect(run.losses() == undisturbed, "losses hex-equal to the twin's")

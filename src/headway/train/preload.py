@@ -1,0 +1,38 @@
+"""Imports everything a rank will need, so that ranks forked from this process import nothing themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from pathlib import Path
+
+from headway.config.run import RunConfig
+
+_ALWAYS = ("numpy.ma", "headway.train.build", "headway.train.loop", "headway.model.load", "torch.distributed.fsdp")
+
+
+def preload(config: RunConfig) -> None:
+    """Imports the trainer and the modules of the run's model. What cannot be imported is left to the ranks to tell."""
+    for name in _ALWAYS:
+        importlib.import_module(name)
+    kind = _model_type(config)
+    if kind:
+        with contextlib.suppress(ImportError):
+            from transformers.models.auto.configuration_auto import model_type_to_module_name
+
+            module = model_type_to_module_name(kind)
+            importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+
+
+def _model_type(config: RunConfig) -> str | None:
+    given = config.model.config
+    if isinstance(given, dict):
+        kind = given.get("model_type")
+    else:
+        try:
+            folder = Path(given or config.model.path or "")
+            kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+        except (OSError, ValueError, AttributeError):
+            return None
+    return kind if isinstance(kind, str) else None
