@@ -12,8 +12,10 @@ from guard_helpers import full, on_ranks, same, snapshot, tiny_model, tiny_optim
 
 from headway.guard import staging, writing
 from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
+from headway.guard.object_store import ObjectStore
+from headway.guard.remote import fetch_newest
 from headway.guard.save_job import Keep
-from headway.guard.tiers import Tiers
+from headway.guard.tiers import RemotePlace, Tiers
 from headway.guard.training_state import buffer_keys, capture, restore
 
 
@@ -191,3 +193,32 @@ def test_a_changed_layout_is_laid_out_anew(tmp_path: Path) -> None:
     assert same(seen, snapshot(other, other_optimizer)) == []
     assert tiers.memory is not None and len(list(tiers.memory.root.glob("step-*"))) == 1
     tiers.close(over=True)
+
+
+def two_nodes(rank: int, root: Path) -> list[Any]:
+    """Two ranks that each believe to be alone on their node."""
+    import os
+
+    os.environ["HEADWAY_NODE"] = f"node-{rank}"
+    model = tiny_model(0, "fsdp")
+    optimizer = tiny_optimizer(model)
+    train(model, optimizer, 1)
+    tiers = make(root, remote=RemotePlace(f"file://{root}/bucket/run", budget_s=0))
+    seen = snapshot(model, optimizer)
+    assert begin(tiers, model, optimizer, 1, remote=True)
+    assert tiers.settle(60) and all(event.ok for event in tiers.poll())
+    tiers.disk.control.gather(None)
+    found = tiers.newest()
+    assert found is not None and tiers.memory is not None and tiers.memory.root.name.endswith(f"node-{rank}")
+    other = tiny_model(3, "fsdp")
+    other_optimizer = tiny_optimizer(other)
+    restore(found.store, found.ref, other, [other_optimizer])
+    store = ObjectStore(f"file://{root}/bucket/run", 0)
+    whole, rejected = fetch_newest(store, [root / f"fetched-{rank}"], "run-a", above=0)
+    tiers.disk.control.gather(None)
+    tiers.close(over=True)
+    return [found.tier, same(seen, snapshot(other, other_optimizer)), whole is not None, rejected]
+
+
+def test_on_two_nodes_the_disk_serves_and_the_store_is_whole(tmp_path: Path) -> None:
+    assert on_ranks(2, two_nodes, tmp_path) == [["disk", [], True, []]] * 2

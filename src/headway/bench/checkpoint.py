@@ -30,13 +30,14 @@ _STEPS = 4
 
 @dataclass
 class SaveCost:
-    """Seconds per save. `blocked`: in the call, `fenced`: at the optimizer.
+    """Seconds per save. `blocked`: in the call (`blocked_cpu`: of them this thread's), `fenced`: at the optimizer.
 
     `lost`: what a window of steps with one save took over the windows without next to it.
     """
 
     tier: str
     blocked: list[float] = field(default_factory=list)
+    blocked_cpu: list[float] = field(default_factory=list)
     fenced: list[float] = field(default_factory=list)
     published: list[float] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
@@ -48,7 +49,8 @@ class SaveCost:
         cpu = statistics.median(self.saver_cpu)
         return [
             f"{self.tier}: stands still {_spread(still)} s a save of {gigabytes:.2f} GB "
-            f"(the call {_spread(self.blocked)}, the fence {_spread(self.fenced)})",
+            f"(the call {_spread(self.blocked)}, of which the processor worked {_spread(self.blocked_cpu)}, "
+            f"the fence {_spread(self.fenced)})",
             f"{self.tier}: published after {_spread(self.published)} s; the saver's CPU {cpu:.2f} s",
             f"{self.tier}: lost {_spread(self.lost)} s a save = {lost / 60:.1%} of a minute "
             f"({cpu / 60 / (os.cpu_count() or 1):.1%} of all cores' time in the saver)",
@@ -159,11 +161,13 @@ def _measure(
     saver = psutil.Process(tiers.saver.pid)
     cpu = sum(saver.cpu_times()[:2])
     waited.clear()
+    worked = time.thread_time()
     started = time.perf_counter()
     keep = Keep(last=1)
     begun = tiers.save(number, state.tree(), {}, {}, disk=cost.tier == "disk", keep=keep)
     assert begun
     cost.blocked.append(time.perf_counter() - started)
+    cost.blocked_cpu.append(time.thread_time() - worked)
     steps = 0
     while tiers.saver.busy or steps < _STEPS:
         step()

@@ -35,7 +35,7 @@ class RemotePlace:
 
 @dataclass(frozen=True, slots=True)
 class Finder:
-    """Where a run's checkpoints may be. Collective where the stores are."""
+    """Where a run's checkpoints may be. Collective where the stores are. `memory`: None where it is not one node's."""
 
     disk: CheckpointStore
     memory: CheckpointStore | None

@@ -48,6 +48,9 @@ def upload(
     Returns the bytes of the checkpoint (of this rank's files on other ranks). Raises CheckpointFailed.
     """
     store = store or ObjectStore(remote.url, remote.budget_s)
+    if job.rank != remote.ranks[0]:  # every node has one
+        entries = {file: entry for file, entry in entries.items() if file != layout.WRITER_FILE}
+        sources = {file: sources[file] for file in entries}
     name = layout.published_name(job.manifest.step, job.manifest.generation)
     for count, (file, source) in enumerate(sources.items()):
         if count * 2 >= len(sources):

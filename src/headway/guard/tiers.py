@@ -251,7 +251,9 @@ class Tiers:
 
     def newest(self, before_step: int | None = None, tiers: Set[str] = ALL_TIERS) -> Found | None:
         """The newest verified checkpoint; see `finding.Finder.newest`. Collective."""
-        return Finder(self.disk, self.memory, self.remote).newest(before_step, tiers)
+        # Each node's memory holds its own ranks' shards: alone they are no checkpoint.
+        memory = self.memory if len(self._node.ranks) == self._control.size else None
+        return Finder(self.disk, memory, self.remote).newest(before_step, tiers)
 
     def close(self, *, over: bool) -> None:
         """Ends the saving; `over`: the run needs no memory checkpoint any more (it is done, or all is on the disk).

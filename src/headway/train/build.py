@@ -181,6 +181,10 @@ def _build(
     cadence = Cadence(every_of(config.checkpoint), place.world, failures, device_s, control(), say)
     saves = Saves(config.checkpoint, tiers, reporter, say, cadence, lambda: run_clock.account().wall_ns / 1e9)
     reporter.on_step = saves.step
+    if found is not None:
+        for reason in found.ref.rejected:
+            action = f"went on from step {state.step} ({found.tier})"
+            reporter.incident("checkpoint rejected", state.step, reason, action)
     kept = [p for p in model.module.parameters() if p.requires_grad or config.model.lora is None]
     saved = sum(p.numel() * p.element_size() for p in kept)
     for line in describe_places(config.checkpoint, tiers, saved, optimizer_bytes * place.layout.shard, place.world):
