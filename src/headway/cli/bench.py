@@ -223,3 +223,28 @@ def faults(
         print_json([asdict(result) for result in results])
     outcomes = {result.outcome for result in results}
     return 1 if "wrong" in outcomes else 3 if "skipped" in outcomes else 0
+
+
+@app.command()
+def spikes(
+    run_file: Annotated[Path | None, typer.Argument(help="Run file of a small training.", metavar="RUN.yaml")] = None,
+    steps: Annotated[int, typer.Option(help="Steps trained before documents are poisoned.")] = 60,
+    injections: Annotated[int, typer.Option(help="Documents poisoned, one a batch.")] = 100,
+    clean: Annotated[int, typer.Option(help="Clean generated steps of each kind of noise.")] = 20_000,
+    seed: int = 0,
+    json: Json = False,
+) -> None:
+    """Score the guard: false alarms on generated courses, and poisoned documents seen and named in a real training.
+
+    Example: headway bench spikes run.yaml --injections 100 --clean 200000
+    """
+    from tempfile import TemporaryDirectory
+
+    from headway.bench.spikes import inject, stream_lines
+    from headway.config.load import load_run
+
+    lines = stream_lines(clean, seed) if clean else []
+    if run_file is not None:
+        with TemporaryDirectory() as scratch:
+            lines += inject(load_run(run_file, []).config, Path(scratch), steps, injections, seed).lines()
+    print_json({"lines": lines}) if json else print("\n".join(lines))

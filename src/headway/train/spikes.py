@@ -155,7 +155,7 @@ class Spikes:
         self.learner.release()
         held = at.figures is not None and not at.figures.taken and at.limits is not None
         only_update = all(alarm.figure == UPDATE for alarm in alarms)
-        cause = self._cause(at) if held and not only_update else Cause("everything")
+        cause = self.cause(at) if held and not only_update else Cause("everything")
         verdict = Verdict(fault, step, evidence, at, cause.looks)
         if cause.kind == "documents":
             return self._set_aside(verdict, cause, at)
@@ -172,7 +172,7 @@ class Spikes:
             return self._nothing_older(verdict, at)
         if "guard" in verdict.went.meta:
             self._load(verdict.went.meta["guard"])
-        cause = self._cause(at)
+        cause = self.cause(at)
         verdict.looks += cause.looks
         if cause.kind == "documents":
             return self._set_aside(verdict, cause, at)
@@ -238,20 +238,21 @@ class Spikes:
         self.quarantine.add(documents, position, step)
         self.stream = self.quarantine.stream(self.stream)
 
-    def _cause(self, at: Launched) -> Cause:
-        """At the state that training is in; leaves the random state as the step found it."""
+    def cause(self, at: Launched) -> Cause:
+        """Whose fault it is, at the state that training is in; leaves the random state as the step found it."""
 
         def clean(figures: Figures) -> bool:
             return figures.finite and not at.limits.beyond(figures.watched())
 
         try:
             return find_cause(
-                lambda masked: self._look(at, masked), clean, self.watcher.tracks[LOSS].centre, self.config.most_share
+                lambda masked: self.look(at, masked), clean, self.watcher.tracks[LOSS].centre, self.config.most_share
             )
         finally:
             set_random_state(at.random)
 
-    def _look(self, at: Launched, masked: frozenset[int]) -> Look | None:
+    def look(self, at: Launched, masked: frozenset[int]) -> Look | None:
+        """A step's batch without these raw documents; None where nothing trained is left. Collective."""
         view = self.stream.view
         stream = self.stream.with_quarantine([view.locate(raw) for raw in masked], epoch=at.position.epoch)
         batch = stream.global_batch(at.position)
