@@ -145,11 +145,35 @@ def test_show_prints_a_loadable_run_file_and_trains_nothing(tmp_path: Path, caps
         (["model.lora={targets: [no_such]}"], "no_such"),
         (["model.attention=flash"], "model.attention"),
         (["device=cuda"], "no GPU"),
+        (["optim=null"], "optim is a section; set its keys: optim.name"),
     ],
 )
 def test_bad_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], said: str) -> None:
     code, _, err = call(capsys, "train", run_file(tmp_path), *overrides)
     assert code == 2 and said in err and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [("model_type=lama", "lama"), ("hidden_size=-4", "no model can be made of it"), ("num_attention_heads=3", "heads")],
+)
+def test_a_model_that_cannot_be_made_is_refused_before_any_data_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str
+) -> None:
+    for ranks in ("1", "2"):
+        code, _, err = call(capsys, "train", run_file(tmp_path), f"model.config.{change}", f"parallel.ranks={ranks}")
+        assert code == 2 and said in err and len(err.strip().splitlines()) == 1
+        assert not (tmp_path / "runs" / "shards").exists()
+
+
+def test_checkpoints_are_found_where_everything_else_is_lost(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = trained.parent / "runs" / "tiny"
+    (run / "metrics.jsonl").unlink()
+    code, out, _ = call(capsys, "checkpoint", "verify", run)
+    assert code == 0 and "verified" in out
+    assert call(capsys, "checkpoint", "export", run, trained.parent / "rescued")[0] == 0
+    code, _, err = call(capsys, "report", run)
+    assert code == 2 and "metrics.jsonl" in err
 
 
 def test_a_vocabulary_larger_than_the_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,22 @@ def test_unknown_formats_and_unreadable_files_say_what_they_hold(tmp_path: Path)
     (tmp_path / "g.jsonl").write_text("nonsense\nmore\n")
     with pytest.raises(UserError, match=r"g.jsonl:1: not JSON: .*no readable record among the first 2"):
         read(tmp_path / "g.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ('{"text": 5}', "'text' is a number, not text"),
+        ('{"messages": []}', "'messages' is an empty list"),
+        ('{"messages": "hello"}', "'messages' is a string, not a list of turns"),
+        ('{"conversations": [{"speaker": "a"}]}', "the first turn of 'conversations' is no object with 'role'"),
+    ],
+)
+def test_a_right_key_with_a_wrong_value_is_named_as_that(tmp_path: Path, record: str, said: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(record + "\n")
+    with pytest.raises(UserError, match=re.escape(said)):
+        read(path)
 
 
 def test_a_bad_beginning_does_not_hide_the_format(tmp_path: Path) -> None:

@@ -178,6 +178,13 @@ def test_time_left_forgets_the_first_step_and_counts_evaluation(tmp_path: Path) 
     assert left.settled and left.seconds(last) == pytest.approx(31 * mean * (1 + overhead), rel=1e-6)
 
 
+def test_an_interrupted_run_is_not_called_failed_and_says_how_it_goes_on() -> None:
+    start = SessionStart(session=0, time=0.0, resumed_from=0, world_size=1, steps=9, device="cpu")
+    for reason, said in (("interrupted", True), ("failed", False)):
+        text = show([start, SessionEnd(session=0, time=1.0, step=3, reason=reason, wall_ns=S, run_ns={})])
+        assert f"{reason} at step 3 of 9" in text and ("the same command goes on" in text) == said
+
+
 def test_markup_in_names_stays_text() -> None:
     start = SessionStart(
         session=0, time=0.0, resumed_from=0, world_size=1, steps=1, device="[red]x[/red]",

@@ -127,7 +127,8 @@ class SessionStart(msgspec.Struct, frozen=True, kw_only=True, tag="session_start
 
 
 class SessionEnd(msgspec.Struct, frozen=True, kw_only=True, tag="session_end", tag_field="event"):
-    """The orderly end of a session: a line of metrics.jsonl. reason: done | preempted | failed."""
+    """The orderly end of a session: a line of metrics.jsonl. reason: done | preempted | failed |
+    interrupted (by a second Ctrl-C)."""
 
     session: int
     time: float

@@ -118,7 +118,7 @@ def _store(run_dir: Path) -> Any:
     from headway.guard.checkpoint import CheckpointStore
     from headway.record.folder import RunFolder
 
-    return CheckpointStore(RunFolder.open(run_dir).checkpoints, None)
+    return CheckpointStore(RunFolder.open(run_dir, for_checkpoints=True).checkpoints, None)
 
 
 def _row(info: Any, tier: str = "disk") -> dict[str, Any]:

@@ -73,6 +73,7 @@ def shrink(
     content: dict[str, Any] = found.to_dict()
     lines = _shrunk_lines(found)
     if write_config is not None:
+        write_config.parent.mkdir(parents=True, exist_ok=True)
         write_config.write_bytes(orjson.dumps(dict(found.config), option=orjson.OPT_INDENT_2))
         lines.append(f"written: {write_config}")
     if measured is not None:

@@ -140,7 +140,9 @@ def _may_fork(config: RunConfig) -> bool:
 
 def _prepare(config: RunConfig) -> None:
     from headway.train.data import prepare_sources
+    from headway.train.model import check_model_section
 
+    check_model_section(config)
     prepare_sources(config, say=_say)
 
 

@@ -53,6 +53,9 @@ class Reader:
             yield Assignment(key, {}, {key: origin}, opens=True)
             yield from self.section(node, nested, key + ".")
         elif nested is not None and node.tag == NULL and type(None) not in members(annotation):
+            if self.kind == "override":
+                keys = ", ".join(f"{key}.{inner}" for inner in nested.model_fields)
+                raise UserError(f"{self.origin(node)}: {key} is a section; set its keys: {keys}")
             return  # `log:` with every line below it commented out
         elif nested is not None and node.tag != NULL:
             keys = ", ".join(nested.model_fields)

@@ -60,6 +60,21 @@ class Text:
 Sample = Chat | Completion | Text
 
 
+def mistyped(record: Any) -> str:
+    """What is wrong with a record that has a format's key and no value of its kind; empty when it has no such key."""
+    if not isinstance(record, dict):
+        return ""
+    for key in _CHAT_KEYS:
+        if key in record:
+            turns = record[key]
+            if not isinstance(turns, list):
+                return f"{key!r} is {_kind(turns)}, not a list of turns"
+            if not turns:
+                return f"{key!r} is an empty list"
+            return f"the first turn of {key!r} is no object with 'role' (messages) or 'from' (sharegpt)"
+    return f"'text' is {_kind(record['text'])}, not text" if "text" in record else ""
+
+
 def detect_format(record: Any) -> Format | None:
     """The format whose keys a record has, or None."""
     if not isinstance(record, dict):

@@ -7,7 +7,7 @@ from itertools import islice
 
 from headway.account.errors import UserError
 from headway.data.chunks import Chunk, Kind, records
-from headway.data.formats import FORMATS, detect_format
+from headway.data.formats import FORMATS, detect_format, mistyped
 from headway.data.readers_json import json_layout, value_chunks
 from headway.data.sources import Source
 from headway.data.store import hash_file
@@ -105,6 +105,9 @@ def _no_format(source: Source, chunks: list[Chunk]) -> UserError:
     if isinstance(record, BadRecord):
         return UserError(f"{source}:{number}: {record}; no readable record among the first {len(seen)}")
     known = "; ".join(f"{name} ({' + '.join('/'.join(keys) for keys in needed)})" for name, needed in FORMATS.items())
+    wrong = mistyped(record)
+    if wrong:
+        return UserError(f"{source}:{number}: {wrong}")
     holds = f"keys {', '.join(map(repr, list(record)[:10]))}" if isinstance(record, dict) else "no object"
     return UserError(f"{source}:{number}: holds {holds}, which is none of the formats {known}; give data.format")
 

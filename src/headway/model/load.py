@@ -166,6 +166,13 @@ def check_model_folder(path: str | os.PathLike[str] | None) -> None:
         _check_weights(Path(path))
 
 
+def check_model_config(source: str | os.PathLike[str] | Mapping[str, Any], *, trust_remote_code: bool = False) -> None:
+    """UserError for a config that no model can be made of; without making its weights, before hours of tokenising."""
+    config = read_config(source, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        _random_weights(config, torch.float32, 0, trust_remote_code)
+
+
 def _load_weights(path: str | os.PathLike[str], dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     check_model_folder(path)
     try:
@@ -237,4 +244,6 @@ def _check_known(model_type: str | None, where: str) -> None:
 def _in_short(error: BaseException) -> str:
     """The first sentence of a library's message, on one line."""
     text = " ".join(str(error).split()).split(". ")[0]
-    return f"{type(error).__name__}: {text[:240]}" if text else type(error).__name__
+    if not text or isinstance(error, KeyError):  # whose message is the bare key
+        return f"{type(error).__name__} {text}".rstrip()
+    return text[:240]

@@ -36,7 +36,6 @@ from headway.guard.signals import StopRequest
 from headway.guard.tiers import Tiers
 from headway.model.isolation import prove_isolation
 from headway.model.kernels.choose import Chosen
-from headway.model.load import check_model_folder
 from headway.model.precision import keep_wide, use_float8
 from headway.parallel.device import Device, choose_device
 from headway.parallel.mesh import Layout, build_mesh
@@ -57,7 +56,7 @@ from headway.train.fusing import as_record, compute_dtype, fuse
 from headway.train.hook import HookFactory, HookPlace
 from headway.train.loss_scale import LossScale
 from headway.train.memory import Fit
-from headway.train.model import BuiltModel, build_model, use_deterministic_kernels
+from headway.train.model import BuiltModel, build_model, check_model_section, use_deterministic_kernels
 from headway.train.optim import Optimizers, build_optimizers
 from headway.train.places import describe as describe_places
 from headway.train.reporter import Reporter
@@ -124,7 +123,7 @@ def _build(
     folder = RunFolder(config.folder).create()
     if folder.final_model.is_file() or config.folder.resolve() == config.shards.resolve():
         raise UserError(f"{folder.root}: the run folder holds other things under our names; set another name")
-    check_model_folder(config.model.path)
+    check_model_section(config)
     control().on_main(lock.acquire, UserError, (UserError, OSError))
     remote = resuming.remote_place(config)
     store = CheckpointStore(folder.checkpoints, resuming.run_id(folder, remote))

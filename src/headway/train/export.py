@@ -47,7 +47,7 @@ def export_checkpoint(run_dir: Path, out: Path, step: int | None) -> CheckpointR
     """
     if out.exists():
         raise UserError(f"{out} exists; give a folder that does not")
-    folder = RunFolder.open(run_dir)
+    folder = RunFolder.open(run_dir, for_checkpoints=True)
     store = CheckpointStore(folder.checkpoints, None)
     ref = _choose(store, step)
     config = load_run(folder.config).config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.train.run import Run
 
-DONE, PREEMPTED, FAILED = "done", "preempted", "failed"
+DONE, PREEMPTED, FAILED, INTERRUPTED = "done", "preempted", "failed", "interrupted"
 
 
 def train(run: Run) -> str:
@@ -32,5 +32,8 @@ def train(run: Run) -> str:
                 return (reason := PREEMPTED)
         run.finish()
         return (reason := DONE)
+    except KeyboardInterrupt:
+        reason = INTERRUPTED
+        raise
     finally:
         run.close(reason)

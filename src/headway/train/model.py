@@ -13,7 +13,7 @@ from headway.account.flops import LoraShape, Trainable
 from headway.account.shape import ModelShape
 from headway.config.model import LoraConfig
 from headway.config.run import RunConfig
-from headway.model.load import load_model
+from headway.model.load import check_model_config, check_model_folder, load_model
 from headway.model.lora import apply_lora
 
 
@@ -29,6 +29,13 @@ class BuiltModel:
     shape: ModelShape
     trainable: Trainable
     base_digest: str = ""
+
+
+def check_model_section(config: RunConfig) -> None:
+    """Finds what is wrong with the section without reading or making weights: before hours of tokenising."""
+    check_model_folder(config.model.path)
+    if config.model.config is not None:
+        check_model_config(config.model.config, trust_remote_code=config.model.trust_remote_code)
 
 
 def build_model(config: RunConfig) -> BuiltModel:

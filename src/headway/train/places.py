@@ -27,7 +27,7 @@ GB = 1e9
 
 def own_store(run_dir: Path) -> CheckpointStore:
     """The disk's checkpoints, as their run. Raises UserError where the run has no id."""
-    folder = RunFolder.open(run_dir)
+    folder = RunFolder.open(run_dir, for_checkpoints=True)
     run_id = _run_id(folder)
     if run_id is None:
         raise UserError(f"{run_dir}: it has no run_id.json, so it cannot be told which checkpoints are this run's")
@@ -36,7 +36,7 @@ def own_store(run_dir: Path) -> CheckpointStore:
 
 def places_of(run_dir: Path) -> tuple[dict[str, list[CheckpointInfo]], list[str]]:
     """Checkpoints by tier (of this node's memory), oldest first; and what could not be looked at."""
-    folder = RunFolder.open(run_dir)
+    folder = RunFolder.open(run_dir, for_checkpoints=True)
     run_id = _run_id(folder)
     root = memory_root(run_id) if run_id is not None else None
     memory = CheckpointStore(root, None).list() if root is not None and root.is_dir() else []

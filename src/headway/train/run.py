@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from headway.account.errors import UserError
 from headway.account.events import EvalLine, Line, SessionEnd, SessionStart
 from headway.account.run_clock import RunClock
 from headway.account.totals import Totals
@@ -304,7 +305,10 @@ class Run:
             with self.run_clock.phase("checkpoint_stall"):
                 self.export()
         if self.config.checkpoint.at_end:
-            self.save(must=True)
+            try:
+                self.save(must=True)
+            except UserError as error:
+                raise UserError(f"{error}; the trained weights are in {self.exported}") from error
 
     def _tell_all(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -327,9 +331,10 @@ class Run:
             self._tell_all(self.hook.close())
         self.clock.end_step()
         self.supply.close()
-        if reason != "failed":
+        broken = reason not in ("done", "preempted")
+        if not broken:
             self.reporter.tell_finished()
-        self.saves.close(over=reason != "failed", wait=reason == "done")
+        self.saves.close(over=not broken, wait=reason == "done")
         account = self.run_clock.account()
         self.reporter.tell(
             SessionEnd(

@@ -120,6 +120,8 @@ class LiveLine:
         text.append(f" at step {end.step:,} of {self._start.steps:,} after {after}", style="default")
         if self._skips:
             text.append(f", {fmt.plural(self._skips, 'step')} skipped", style="yellow")
+        if end.reason == "interrupted":
+            text.append("; the same command goes on from the newest checkpoint", style="default")
         self._print(text)
 
     def _print(self, text: Text) -> None:
