@@ -225,6 +225,24 @@ def test_other_ways_to_train(tmp_path: Path, capsys: pytest.CaptureFixture[str],
         assert (folder / "model-adapter" / "adapter_config.json").is_file()
 
 
+def test_a_run_that_stopped_learning_is_bad_news_and_no_goodput(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_file(tmp_path)
+    code, out, err = call(capsys, "train", path, "train.steps=6", "optim.lr=1e30", "guard.spikes=off")
+    assert code == 1 and "the last 5 steps updated nothing: these are the weights of step 1" in err
+    assert "last update" in out
+    code, out, _ = call(capsys, "report", tmp_path / "runs" / "tiny", "--json")
+    told = json.loads(out)
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()]
+    first, *rest = [line for line in lines if line["event"] == "step"]
+    assert told["kept"]["trained_tokens"] == first["trained_tokens"] and told["idle_tail"] == 5
+    assert told["kept"]["flops"]["useful"] == first["flops"]["useful"] > 0
+    parts = told["run_account"]["parts"]
+    skipped = sum(line["wall_ns"] - line["account"].get("checkpoint", 0) for line in rest)
+    assert parts["rework"] == skipped and parts.get("productive", 0) <= first["wall_ns"]
+
+
 def test_two_trainings_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from headway.guard.folder_lock import FolderLock
 

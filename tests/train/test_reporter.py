@@ -92,6 +92,18 @@ def test_a_step_that_is_not_finite_says_so_and_the_next_one_is_taken(reporter: R
     assert reporter.skipped_in_a_row == 0
 
 
+def test_a_skipped_step_is_rework_and_nothing_of_it_is_useful(reporter: Reporter, heard: Heard) -> None:
+    make(reporter, 1, (math.nan, math.nan, math.inf, 0.0))
+    parts = reporter.run_clock.parts()
+    assert parts["rework"] > 0 and "productive" not in parts
+    make(reporter, 2, (2.0, 2.0, 1.0, 1.0))
+    assert reporter.run_clock.parts()["productive"] > 0 and reporter.run_clock.parts()["rework"] == parts["rework"]
+    first, second = heard.lines
+    assert isinstance(first, StepLine) and isinstance(second, StepLine)
+    assert first.flops.useful == first.flops.padding == 0 and first.flops.rework == second.flops.computed > 0
+    assert reporter.totals.trained_tokens == second.trained_tokens == first.trained_tokens
+
+
 def test_too_many_skipped_steps_stop_the_run(reporter: Reporter) -> None:
     with pytest.raises(UserError, match="in a row could not update"):
         for step in range(1, MAX_SKIPPED + 2):

@@ -95,10 +95,16 @@ class RunClock:
             self._parts[self._open[-1]] = self._parts.get(self._open[-1], 0) + now - self._mark
         self._mark = now
 
-    def step(self, wall_ns: int, checkpoint_ns: int) -> None:
-        """Adds one step of the loop; the checkpoint's share of it is a stall, not productive."""
+    def step(self, wall_ns: int, checkpoint_ns: int, *, wasted: bool = False) -> None:
+        """Adds one step of the loop; the checkpoint's share of it is a stall, not productive.
+
+        `wasted`: it updated no weight, so its time is rework.
+        """
         self._parts["checkpoint_stall"] = self._parts.get("checkpoint_stall", 0) + checkpoint_ns
         productive = wall_ns - checkpoint_ns
+        if wasted:
+            self._parts["rework"] = self._parts.get("rework", 0) + productive
+            return
         self._parts["productive"] = self._parts.get("productive", 0) + productive
         if not self._first_step_ns:
             self._first_step_ns = productive
@@ -115,6 +121,7 @@ class RunClock:
         parts = dict(self._parts)
         if self._step_sample:
             warm_up = max(0, self._first_step_ns - int(statistics.median(self._step_sample)))
+            warm_up = min(warm_up, parts["productive"])  # the first step itself may have been rolled back
             parts["compile"] = parts.get("compile", 0) + warm_up
             parts["productive"] -= warm_up
         return parts

@@ -10,7 +10,10 @@ from headway.account.events import Flops, StepLine
 
 
 class Totals(msgspec.Struct, kw_only=True):
-    """What a run has done. Saved in every checkpoint; the time of steps that a stop lost is not in here."""
+    """What a run has done. Saved in every checkpoint; the time of steps that a stop lost is not in here.
+
+    trained_tokens: of steps that updated the weights.
+    """
 
     steps: int = 0
     skipped_steps: int = 0
@@ -27,7 +30,7 @@ class Totals(msgspec.Struct, kw_only=True):
         self.documents += documents
         self.slots += line.slots
         self.tokens += line.tokens
-        self.trained_tokens += line.trained_tokens
+        self.trained_tokens += line.trained_tokens if line.skipped is None else 0
         self.step_wall_ns += line.wall_ns
         self.flops = self.flops + line.flops
 

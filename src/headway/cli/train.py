@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from headway.train.hook import HookPlace, StepHook
     from headway.watch.alerts import Alerts
 
+# A stray bad batch may be the last one of a good run.
+_STUCK = 3
 _REASON_CODES = {"done": 0, "preempted": 75}
 
 
@@ -193,11 +195,14 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
         record_failure(error)
         _leave_process_group(error)
         raise
+    code = _REASON_CODES[reason]
     if main:
-        _tell_end(config, reason, json)
+        stuck = _tell_end(config, reason, json)
+        # One of several ranks that says "bad news" would be a failure to whoever started them.
+        code = code or int(stuck and rank_env is None)
     if not close_process_group():
-        _exit_at_once(_REASON_CODES[reason])
-    return _REASON_CODES[reason]
+        _exit_at_once(code)
+    return code
 
 
 def _alerts(config: RunConfig) -> list[Alerts]:
@@ -248,7 +253,8 @@ def _observers(config: RunConfig, quiet: bool) -> list[Observer]:
     return observers
 
 
-def _tell_end(config: RunConfig, reason: str, json: bool) -> None:
+def _tell_end(config: RunConfig, reason: str, json: bool) -> bool:
+    """Writes the report and shows the run; returns whether its last steps learned nothing."""
     from headway.cli.output import print_json
     from headway.record.folder import RunFolder
     from headway.watch.console import make_console
@@ -259,9 +265,10 @@ def _tell_end(config: RunConfig, reason: str, json: bool) -> None:
     folder = RunFolder.open(config.folder)
     written = write_report(folder.root)
     summary = read_summary(folder)
+    stuck = summary.idle_tail >= _STUCK or summary.idle_tail == summary.step
     if json:
         print_json(summary.to_dict())
-        return
+        return stuck
     console = make_console()
     console.print(render_summary(summary))
     console.print(f"report: {written}", soft_wrap=True)
@@ -269,6 +276,11 @@ def _tell_end(config: RunConfig, reason: str, json: bool) -> None:
         console.print(f"stopped with the state saved; the same command goes on: {_again()}", soft_wrap=True)
     else:
         console.print(f"model:  {folder.final_model}", soft_wrap=True)
+    if stuck:
+        at = summary.step - summary.idle_tail
+        said = f"headway: the last {summary.idle_tail} steps updated nothing: these are the weights of step {at}"
+        print(f"{said}; lower optim.lr or look at the data", file=sys.stderr)
+    return stuck
 
 
 def _again() -> str:

@@ -94,13 +94,14 @@ class Reporter:
             closed = self.clock.take()
             started = time.perf_counter_ns()
             self._pending.popleft()
-            self._remember(facts.step, closed)
+            skipped = self._skipped(facts)
+            self._remember(facts.step, closed, skipped)
             if self.watch is not None and facts.scalars is not None:
                 self.watch(facts.step, facts.scalars.values())
-            self.run_clock.step(closed.host_wall_ns, closed.account.total("checkpoint"))
+            self.run_clock.step(closed.host_wall_ns, closed.account.total("checkpoint"), wasted=skipped is not None)
             if self.on_step is not None:
                 self.on_step(closed.host_wall_ns / 1e9)
-            line = self._line(facts, closed.account)
+            line = self._line(facts, closed.account, skipped)
             self.totals.add(line, facts.documents)
             self.session_totals.add(line, facts.documents)
             self._tell_rank(facts, closed.account)
@@ -108,8 +109,8 @@ class Reporter:
             self.tell(line)
             self._judge(line)
 
-    def _remember(self, step: int, closed: ClosedStep) -> None:
-        productive = closed.host_wall_ns - closed.account.total("checkpoint")
+    def _remember(self, step: int, closed: ClosedStep, skipped: str | None) -> None:
+        productive = closed.host_wall_ns - closed.account.total("checkpoint") if skipped is None else 0
         self._before.append((step, self.totals.copy(), productive))
 
     def go_back(self, step: int, totals: Totals | None = None) -> float:
@@ -157,13 +158,23 @@ class Reporter:
         """Tells of an attempt at a step that some rank had no memory for."""
         self.incident("out of memory", self._step_in_work(), evidence, action, seconds)
 
-    def _line(self, facts: StepFacts, account: Account) -> StepLine:
-        loss, nll, norm, taken, scale, finite, *_ = self._values(facts)
-        skipped = "no trained token" if facts.scalars is None else None if taken else SPIKE if finite else "not finite"
-        if skipped == "not finite" and scale is not None and scale > 1:
-            skipped = OVERFLOW
+    def _skipped(self, facts: StepFacts) -> str | None:
+        """Why the step updated nothing; None when it did."""
+        _, _, _, taken, scale, finite, *_ = self._values(facts)
+        if facts.scalars is None:
+            return "no trained token"
+        if taken:
+            return None
+        if finite:
+            return SPIKE
+        return OVERFLOW if scale is not None and scale > 1 else "not finite"
+
+    def _line(self, facts: StepFacts, account: Account, skipped: str | None) -> StepLine:
+        loss, nll, norm, _, scale, *_ = self._values(facts)
         seconds = account.wall_ns / 1e9
-        computed = facts.flops.useful + facts.flops.recompute
+        # What no update came of was not useful, however real its tokens were.
+        flops = facts.flops if skipped is None else Flops(rework=facts.flops.computed)
+        computed = flops.useful + flops.recompute
         return StepLine(
             session=self.session,
             step=facts.step,
@@ -181,8 +192,8 @@ class Reporter:
             trained_tokens=facts.trained_tokens,
             wall_ns=account.wall_ns,
             account=dict(account.parts),
-            flops=facts.flops,
-            mfu=facts.flops.useful / seconds / self.peak_flops if self.peak_flops and seconds else None,
+            flops=flops,
+            mfu=flops.useful / seconds / self.peak_flops if self.peak_flops and seconds else None,
             hfu=computed / seconds / self.peak_flops if self.peak_flops and seconds else None,
             run_ns=dict(self.run_clock.account().parts),
             memory_bytes=memory_bytes(),

@@ -35,7 +35,7 @@ def rates(lines: list[StepLine], peak_flops: float | None) -> Rates:
         seconds=seconds,
         slots_per_s=sum(line.slots for line in lines) / seconds,
         tokens_per_s=sum(line.tokens for line in lines) / seconds,
-        trained_per_s=sum(line.trained_tokens for line in lines) / seconds,
+        trained_per_s=sum(line.trained_tokens for line in lines if line.skipped is None) / seconds,
         mfu=useful / (seconds * peak_flops) if peak_flops else None,
         data_share=sum(line.account.get("data", 0) for line in lines) / wall_ns,
     )

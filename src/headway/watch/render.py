@@ -103,6 +103,9 @@ def _evaluations(evals: Sequence[EvalLine]) -> str:
 def _losses_of_work(summary: Summary) -> Iterator[tuple[str, str]]:
     for reason, number in summary.skipped.items():
         yield "skipped", f"{fmt.plural(number, 'step')}: {reason}"
+    if summary.idle_tail:
+        steps = fmt.plural(summary.idle_tail, "step")
+        yield "last update", f"step {summary.step - summary.idle_tail:,}; the last {steps} updated nothing"
     if summary.lost.steps:
         seconds = fmt.seconds(summary.lost.wall_ns / 1e9)
         tokens = f"{summary.lost.trained_tokens:,} trained tokens"

@@ -10,6 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -35,7 +36,7 @@ _NO_FLOPS = Flops()
 
 @dataclass(frozen=True)
 class Counts:
-    """Sums over steps. The three token counts are never mixed."""
+    """Sums over steps. The three token counts are never mixed; trained_tokens are of steps that updated something."""
 
     steps: int = 0
     skipped_steps: int = 0
@@ -55,7 +56,7 @@ class Counts:
             sequences=sum(line.sequences for line in items),
             slots=sum(line.slots for line in items),
             tokens=sum(line.tokens for line in items),
-            trained_tokens=sum(line.trained_tokens for line in items),
+            trained_tokens=sum(line.trained_tokens for line in items if line.skipped is None),
             wall_ns=sum(line.wall_ns for line in items),
             flops=sum((line.flops for line in items), _NO_FLOPS),
         )
@@ -127,6 +128,8 @@ class Summary:
     peak_memory_bytes: int
     problems: tuple[str, ...]
     bad_lines: dict[str, list[tuple[int, str]]]
+    idle_tail: int = 0
+    """Steps at the end that updated nothing: the weights are those from before them."""
 
     @property
     def goodput(self) -> float | None:
@@ -221,6 +224,7 @@ def read_summary(run: RunFolder, history: History | None = None) -> Summary:
         peak_memory_bytes=max((line.memory_bytes for line in kept), default=0),
         problems=tuple(problems) + (ranks.problems if ranks else ()),
         bad_lines={file: lines for file, lines in bad.items() if lines},
+        idle_tail=sum(1 for _ in takewhile(lambda line: line.skipped is not None, reversed(kept))),
     )
 
 
@@ -243,13 +247,20 @@ def _mean_nll(lines: list[StepLine]) -> float | None:
 def _session_times(sessions: Iterable[Session], lost: Iterable[StepLine]) -> list[SessionTime]:
     lost_ns: Counter[int] = Counter()
     for line in lost:
-        lost_ns[line.session] += line.wall_ns - line.account.get("checkpoint", 0)
+        # A step that was skipped is rework already.
+        lost_ns[line.session] += _stepped_ns(line) if line.skipped is None else 0
     times = []
     for session in sessions:
         run_ns = run_ns_of(session)
+        skipped_ns = sum(_stepped_ns(line) for line in session.steps if line.skipped is not None)
         # A session that rolled back by itself has charged those steps to rework already.
-        times.append(SessionTime(run_ns, max(0, lost_ns[session.start.session] - run_ns.get("rework", 0))))
+        charged_ns = max(0, run_ns.get("rework", 0) - skipped_ns)
+        times.append(SessionTime(run_ns, max(0, lost_ns[session.start.session] - charged_ns)))
     return times
+
+
+def _stepped_ns(line: StepLine) -> int:
+    return line.wall_ns - line.account.get("checkpoint", 0)
 
 
 def _sessions(history: History, kept: list[StepLine], lost: list[StepLine]) -> tuple[SessionFacts, ...]:
