@@ -24,6 +24,10 @@ def row_01(case: Case) -> None:
     case.expect(run.code == 0, f"exit code 0, not {run.code}")
     case.expect(run.losses() == twin(case).losses(), "losses and gradient norms hex-equal to the undisturbed twin's")
     case.expect(run.faults() == ["rank killed"], f"one incident, rank killed, not {run.faults()}")
+    spent = run.history.sessions[-1].steps[-1].run_ns
+    case.expect(
+        spent.get("downtime.restart", 0) > 0 and "startup.launch" not in spent, "the restart is downtime in the account"
+    )
     for incident in run.incidents[:1]:
         case.expect((incident.rank, incident.step) == (victim, step), "the ledger names rank and step")
         case.expect(incident.steps_lost <= 4, f"at most the interval of 4 steps is lost, not {incident.steps_lost}")
