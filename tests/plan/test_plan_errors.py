@@ -14,7 +14,16 @@ from headway.cli.main import _join_commands, _run
 from headway.plan.workload import model_presets
 
 CONFIG = dict(model_presets()["llama3-8b"])
-BASE = ("--model", "llama3-8b", "--cluster", "H100x8", "--fix", "pp=1,micro_batch=1,cp=1", "--global-batch", "8")
+BASE = (
+    "--model",
+    "llama3-8b",
+    "--cluster",
+    "H100x8",
+    "--fix",
+    "pp=1,micro_batch=1,cp=1,zero=1,vpp=1,recompute=full",
+    "--global-batch",
+    "8",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,6 +61,8 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--precision", "fp9"), "nearest: fp"),
         (("--objective", "speed"), "nearest: "),
         (("--seq", "0"), "seq 0"),
+        (("--global-batch", "99999999999999"), "global_batch 99999999999999"),
+        (("--cluster", "H100x99999999999"), "at most"),
         (("--global-batch", "-4"), "global_batch -4"),
         (("--tokens", "-1"), "--tokens -1"),
         (("--tokens", "nan"), "--tokens nan"),
@@ -175,7 +186,7 @@ def file_of(draw: random.Random, folder: Path) -> list[str]:
             content[draw.choice([*content, "text_config", "num_experts", "layer_types"])] = draw.choice(values)
         path = folder / "config.json"
         path.write_text(json.dumps(content) if draw.random() < 0.9 else json.dumps(content)[: draw.randint(0, 40)])
-        return [*BASE, "--model", str(path), "--fix", "pp=1,micro_batch=1,cp=1,ep=1"]
+        return [*BASE, "--model", str(path), "--fix", "pp=1,micro_batch=1,cp=1,ep=1,zero=1,recompute=full"]
     keys = [
         "device",
         "gpus",

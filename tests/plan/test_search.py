@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,13 @@ def test_given_degrees_that_cannot_be_name_the_key(fixed: dict, says: str) -> No
 def test_impossible_memory_is_told_with_the_smallest_change() -> None:
     with pytest.raises(UserError, match=r"no plan fits: the smallest .* GiB short; smallest change"):
         search(job("llama3.1-405b"), load_cluster("H100x8"))
+
+
+def test_hybrid_sharding_is_searched_and_wins_where_the_network_is_slow() -> None:
+    cluster, fixed = replace(load_cluster("H100x64"), inter_node=2e9), {"pp": 1, "tp": 1, "cp": 1, "zero": 3}
+    found = search(job(batch=64), cluster, fixed).plans[0]
+    assert found.layout.shard == 8  # parameters are gathered inside a node, only gradients leave it
+    assert found.step_s < search(job(batch=64), cluster, {**fixed, "shard": 0}).plans[0].step_s
 
 
 def test_given_parts_are_kept() -> None:

@@ -106,6 +106,21 @@ def test_collectives_move_the_textbook_volumes(size: int) -> None:
     assert net.gather(size, net.group(1, 1)) == net.all_to_all(size, net.group(1, 1)) == 0
 
 
+def test_switches_that_add_up_send_every_buffer_once() -> None:
+    free = replace(default_constants(), hop=0.0, hop_inside=0.0)
+    plain, summed = (Network.of(replace(H100, in_network=on), free) for on in (False, True))
+    ranks = plain.group(8, 1)
+    assert summed.all_reduce(1e9, ranks) == pytest.approx(plain.all_reduce(1e9, ranks) / (2 * 7 / 8))
+    assert summed.gather(1e9, ranks) == plain.gather(1e9, ranks)
+    layout = Layout(dp=8, tp=8, sequence_parallel=False)
+    before, after = (predict(work(), layout, replace(H100, in_network=on)).terms for on in (False, True))
+    assert after["tp"] < before["tp"] and after["forward"] == before["forward"]
+    spread = replace(layout, sequence_parallel=True)
+    assert (
+        predict(work(), spread, H100).terms["tp"] == predict(work(), spread, replace(H100, in_network=True)).terms["tp"]
+    )
+
+
 def test_groups_know_where_the_fast_domain_ends() -> None:
     net = Network.of(load_cluster("H100x1024"), default_constants())
     assert not net.group(8, 1).crosses and net.group(16, 1).crosses and net.group(2, 8).crosses
@@ -142,6 +157,15 @@ def test_memory_of_a_known_case() -> None:
     eight = predict(job, Layout(zero=0, optimizer_bits=8), replace(H100, gpus=1)).memory
     host = predict(job, Layout(zero=0, offload="host"), replace(H100, gpus=1))
     assert host.memory.optimizer == 0 < eight.optimizer < held.optimizer and host.terms["offload"] > 0
+
+
+def test_a_prediction_module_costs_a_layer_and_a_head_more() -> None:
+    job, layout = work("deepseek-v3", 4096, 64), Layout(dp=64, ep=64, zero=3, recompute="full")
+    one, two = predict(job, layout, H100), predict(replace(job, mtp=1), layout, H100)
+    assert two.facts["layers_on_slowest_stage"] == one.facts["layers_on_slowest_stage"] + 1
+    assert two.terms["loss"] == pytest.approx(2 * one.terms["loss"]) and two.step_s > one.step_s
+    assert two.memory.logits == pytest.approx(2 * one.memory.logits) and two.memory.optimizer > one.memory.optimizer
+    assert load_model("deepseek-v3")[1].mtp_layers == 1
 
 
 def test_memory_falls_with_sharding_and_grows_with_micro_batch() -> None:

@@ -38,6 +38,9 @@ def plan(
     tokens: Annotated[float, typer.Option(help="Tokens to train on; gives days, GPU-hours, dollars, energy.")] = 0.0,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp8 or fp4.")] = "bf16",
     mean_square: MeanSquare = None,
+    mtp: Annotated[
+        bool, typer.Option("--mtp/--no-mtp", help="Train the config's multi-token-prediction modules.")
+    ] = True,
     fix: Fix = "",
     objective: Annotated[str, typer.Option(help="time, cost or memory.")] = "time",
     deadline: Annotated[str, typer.Option(help="The run must end within, e.g. 30d.")] = "",
@@ -88,7 +91,7 @@ def plan(
         machines = [replace(one, price_per_hour=price) for one in machines]
     terms = RunTerms(parse(rate) if rate is not None else None, ettr, trained_share, power_share)
     question = Question(
-        work=make_workload(model, seq, global_batch, precision, mean_square),
+        work=make_workload(model, seq, global_batch, precision, mean_square, mtp),
         clusters=[(one, factor_of(calibrate, stack, one.device.name, precision)) for one in machines],
         tokens=tokens,
         fixed=parse_fix(fix),

@@ -30,14 +30,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def make_workload(
-    model: str, seq: int, global_batch: int, precision: str, mean_square: float | None = None
+    model: str, seq: int, global_batch: int, precision: str, mean_square: float | None = None, mtp: bool = True
 ) -> Workload:
-    """The workload the options name. Raises UserError naming the option."""
+    """The workload the options name, with the multi-token-prediction modules of the model's config unless denied.
+
+    Raises UserError naming the option.
+    """
     if precision not in PRECISIONS:
         near = difflib.get_close_matches(precision, PRECISIONS, n=2) or PRECISIONS
         raise UserError(f"--precision {precision!r} is unknown; nearest: {', '.join(near)}")
     name, shape = load_model(model)
-    return Workload(shape, seq, global_batch, precision, name, mean_square)
+    return Workload(shape, seq, global_batch, precision, name, mean_square, mtp=shape.mtp_layers if mtp else 0)
 
 
 def parse_fix(text: str) -> dict[str, Any]:

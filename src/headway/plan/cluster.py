@@ -19,10 +19,12 @@ from headway.plan.device_names import match_device
 
 # One GPU's share of a node's network where no figure is known: one 400 Gb/s port, what an H100 node commonly has.
 _INTER_NODE = 50e9
+_MOST_GPUS = 10**7
 _KEYS = (
     "device", "gpus", "gpus_per_node", "domain", "inter_node_gbs", "oversubscription", "rail",
     "memory_gb", "bandwidth_gbs", "link_gbs", "bf16_tflops", "fp8_tflops", "fp4_tflops",
     "price_per_hour", "host_gbs", "nvme_gbs", "storage_gbs", "measured_bf16_tflops", "measured_fp8_tflops",
+    "in_network_reduction",
 )  # fmt: skip
 
 
@@ -61,6 +63,7 @@ class Cluster:
     `domain`: GPUs joined by the fast link. `oversubscription`: how much less the spine carries than the leaves (1: full
     bisection); beyond `rail` GPUs traffic crosses the spine. `host` and `nvme`: bytes/s per GPU for offload.
     `onloaded`: the network's protocol runs on the CPU (Omni-Path). `storage_total`: bytes/s of all nodes together.
+    `in_network`: switches add up all-reduces (SHARP, NVLS), so that each rank sends and receives its buffer once.
     """
 
     device: Device
@@ -75,6 +78,7 @@ class Cluster:
     onloaded: bool = False
     price_per_hour: float | None = None
     storage_total: float | None = None
+    in_network: bool = False
 
     @property
     def storage(self) -> float:
@@ -184,6 +188,7 @@ def cluster_from(content: Mapping[str, Any], where: str = "cluster") -> Cluster:
         nvme=_positive(content, "nvme_gbs", where, cluster.nvme / 1e9) * 1e9,
         price_per_hour=_positive(content, "price_per_hour", where, 0) or None,
         storage_total=_positive(content, "storage_gbs", where, 0) * 1e9 or None,
+        in_network=_flag(content, "in_network_reduction", where),
     )
 
 
@@ -194,6 +199,13 @@ def _positive(content: Mapping[str, Any], key: str, where: str, default: float |
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
         raise UserError(f"{where}: key {key!r} is {value!r}; give a positive number")
     return float(value)
+
+
+def _flag(content: Mapping[str, Any], key: str, where: str) -> bool:
+    value = content.get(key, False)
+    if not isinstance(value, bool):
+        raise UserError(f"{where}: key {key!r} is {value!r}; give true or false")
+    return value
 
 
 def _whole(content: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
@@ -207,9 +219,12 @@ def _split(spec: str) -> tuple[str, int]:
     """`H100x1024` and `1024xH100`."""
     after = re.fullmatch(r"\s*(.+?)\s*[x×*]\s*(\d+)\s*", spec)
     before = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.+?)\s*", spec)
-    name, gpus = (before[2], int(before[1])) if before else (after[1], int(after[2])) if after else (spec, 0)
+    found = (before[2], before[1]) if before else (after[1], after[2]) if after else (spec, "0")
+    name, gpus = found[0], int(found[1][:12])
     if gpus < 1:
         raise UserError(f"--cluster {spec!r}: say device and number, e.g. H100x1024, or name a .yaml file")
+    if gpus > _MOST_GPUS:
+        raise UserError(f"--cluster {spec!r}: at most {_MOST_GPUS:,} GPUs")
     return name, gpus
 
 

@@ -39,6 +39,7 @@ class Network:
     domain: int
     rail: int
     oversubscription: float
+    in_network: bool = False
 
     @classmethod
     def of(cls, cluster: Cluster, constants: Constants) -> Network:
@@ -50,6 +51,7 @@ class Network:
             domain=max(1, min(cluster.domain, cluster.gpus)),
             rail=cluster.rail,
             oversubscription=cluster.oversubscription,
+            in_network=cluster.in_network,
         )
 
     def group(self, size: int, stride: int) -> Group:
@@ -68,7 +70,7 @@ class Network:
         return self.inter / self.oversubscription if spine else self.inter
 
     def latency(self, group: Group) -> float:
-        """Seconds of a collective on an empty message."""
+        """Seconds of a collective on an empty message: a tree's, taken wherever a ring's n - 1 hops are more."""
         if group.size < 2:
             return 0.0
         return (self.hop if group.crosses else self.hop_inside) * math.log2(group.size)
@@ -80,7 +82,9 @@ class Network:
         return self.latency(group) + (group.size - 1) / group.size * size / self.ring(group)
 
     def all_reduce(self, size: float, group: Group) -> float:
-        """Seconds of an all-reduce of `size` bytes."""
+        """Seconds of an all-reduce of `size` bytes: two halves of a ring, or once up and down through the switches."""
+        if self.in_network and group.size > 2:
+            return self.latency(group) + size / self.ring(group)
         return 2 * self.gather(size, group)
 
     def all_to_all(self, size: float, group: Group, copies: int = 1) -> float:

@@ -73,7 +73,7 @@ def memory(model: Profile, work: Workload, layout: Layout, cluster: Cluster) -> 
 def _stage(
     model: Profile, work: Workload, layout: Layout, first: bool
 ) -> tuple[float, float, float, float, float, float]:
-    share = _layers(model, layout, first) / model.layers
+    share = _layers(model, work, layout, first) / model.layers
     dense = model.dense * share / layout.tp
     expert = model.expert * share / (layout.ep * layout.expert_tp)
     if layout.pp == 1:
@@ -109,18 +109,19 @@ def _states(
     return 0.0, 4 * sharded, optimizer, 4 * layer + 6 * whole
 
 
-def _layers(model: Profile, layout: Layout, first: bool) -> float:
+def _layers(model: Profile, work: Workload, layout: Layout, first: bool) -> float:
     """Layers of the first (fullest) or the last stage, embedding and head counted as layers where that evens it out."""
+    count = model.layers + work.mtp
     if layout.pp == 1:
-        return model.layers
+        return count
     if first:
-        return -(-model.layers // layout.pp)
-    return max(1, model.layers - (layout.pp - 1) * (-(-model.layers // layout.pp)))
+        return -(-count // layout.pp)
+    return max(1, count - (layout.pp - 1) * (-(-count // layout.pp)))
 
 
 def _activations(model: Profile, work: Workload, layout: Layout, first: bool) -> tuple[float, float]:
     tokens = layout.micro_batch * work.seq / layout.cp
-    layers = _layers(model, layout, first)
+    layers = _layers(model, work, layout, first)
     flight = _in_flight(work, layout, first)
     mean = sum(kind.count * _per_token(kind, model, work, layout) for kind in model.kinds) / model.layers
     stored = mean * tokens * layers * flight
@@ -130,7 +131,7 @@ def _activations(model: Profile, work: Workload, layout: Layout, first: bool) ->
         working = 1.3 * whole * tokens
     logits = 0.0
     if layout.pp == 1 or not first:  # bf16 logits, their log-softmax and its gradient
-        logits = 6 * tokens * model.vocab / layout.tp
+        logits = 6 * tokens * model.vocab / layout.tp * (1 + work.mtp)
     return stored + working, logits
 
 

@@ -136,7 +136,8 @@ def make_case(row: Row, row_id: str = "") -> Case:
     precision = precision_of(row, stack.name, assumed)
     shape, about = row_model(row)
     assumed += about
-    work = Workload(shape, seq, batch, precision, row.get("model", ""), lora=is_lora(row))
+    mtp = shape.mtp_layers if re.search(r"w/ mtp|with mtp", notes.casefold()) else 0
+    work = Workload(shape, seq, batch, precision, row.get("model", ""), lora=is_lora(row), mtp=mtp)
     cluster = _cluster(row, device.name, gpus)
     layout = _layout(
         row, work, cluster, layout_defaults(stack, device.name, precision, notes, row.get("source", "")), assumed

@@ -164,6 +164,7 @@ def _details(
     vpps = _given(given, "vpp", [n for n in (1, 2, 4, 5, 8, 10) if n == 1 or (base.pp > 1 and per_stage % n == 0)])
     zeros = _given(given, "zero", [1, 3] if base.pp == 1 and base.replicas > 1 else [1])
     recomputes = _given(given, "recompute", list(RECOMPUTES))
+    shards = _given(given, "shard", _hybrid_shards(base, cluster))
     for micro in _given(given, "micro_batch", [1, 2, 4, 8]):
         tried = replace(base, micro_batch=micro)
         found = problems(tried, work.shape, cluster, work.seq, work.global_batch)
@@ -173,7 +174,14 @@ def _details(
         for vpp, zero, recompute in itertools.product(vpps, zeros, recomputes):
             if vpp > 1 and tried.micro_batches(work.global_batch) % base.pp:
                 continue  # interleaving runs micro-batches in rounds of the pipeline's depth
-            yield replace(tried, vpp=vpp, zero=zero, recompute=recompute)
+            for shard in shards if zero == 3 else shards[:1]:
+                yield replace(tried, vpp=vpp, zero=zero, recompute=recompute, shard=shard)
+
+
+def _hybrid_shards(base: Layout, cluster: Cluster) -> list[int]:
+    """Over how many replicas FSDP shards: all of them (0), or (HSDP) those of one fast domain or of eight."""
+    inside = max(1, cluster.domain // (base.tp * base.cp))
+    return [0, *(n for n in (inside, 8 * inside) if 1 < n < base.replicas and base.replicas % n == 0)]
 
 
 def _given(given: Mapping[str, Any], key: str, otherwise: list[Any]) -> list[Any]:

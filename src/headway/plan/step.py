@@ -42,13 +42,14 @@ def step_terms(
     rates = Rates.of(cluster.device, work.precision, constants, layout.grad_bytes)
     x = _Context(model, work, layout, cluster, rates, Network.of(cluster, constants), constants)
     layer = _mean_layer(x)
-    head = head_time(model, x.tokens, layout.tp, rates, constants, work.lora)
+    once = head_time(model, x.tokens, layout.tp, rates, constants, work.lora)
+    head = (once[0] * (1 + work.mtp), once[1] * (1 + work.mtp), once[2] * (1 + work.mtp))
     comm = _per_micro_batch(x, layer)
-    layers, with_head = _slowest_stage(x, layer, comm, head)
-    share = with_head  # 1 where the slowest stage also holds the head
     m = x.micro_batches
     again = _recompute(layout, layer)
     passes = 3 + (layout.recompute_share if layout.recompute == "full" else 0.0)
+    launch = _launch(x, layer, again, passes)
+    layers, share = _slowest_stage(x, layer.forward + layer.backward + again + sum(comm.values()) + launch, sum(head))
     terms = {
         "forward": m * (layers * layer.forward + share * head[0]),
         "backward": m * (layers * layer.backward + share * head[1]),
@@ -58,7 +59,7 @@ def step_terms(
         "tp": m * layers * comm["tp"],
         "cp": m * layers * comm["cp"],
         "ep": m * layers * comm["ep"],
-        "launch": m * layers * _launch(x, layer, again, passes),
+        "launch": m * layers * launch,
     }
     mine = sum(terms.values()) - terms["optimizer"]
     around = terms["tp"] + terms["cp"] + terms["ep"] + terms["launch"]
@@ -107,23 +108,20 @@ def _recompute(layout: Layout, layer: LayerTime) -> float:
     return layer.core + layer.elementwise if layout.recompute == "selective" else 0.0
 
 
-def _slowest_stage(
-    x: _Context, layer: LayerTime, comm: dict[str, float], head: tuple[float, float, float]
-) -> tuple[float, float]:
-    """(layers, 1 if it holds the head) of the stage the pipeline waits for.
+def _slowest_stage(x: _Context, per_layer: float, head: float) -> tuple[float, float]:
+    """(layers, 1 if it holds the head) of the stage the pipeline waits for; both times are a micro-batch's seconds.
 
     Where embedding and head counted as one layer each make the stages even, they are placed so; else the last stage has
     what remains.
     """
-    count, stages = x.model.layers, x.layout.pp
+    count, stages = x.model.layers + x.work.mtp, x.layout.pp
     if stages == 1:
         return float(count), 1.0
     middle = float(math.ceil(count / stages))
     last = count - (stages - 1) * middle
     if last < 1:
         middle = last = count / stages
-    per_layer = layer.forward + layer.backward + _recompute(x.layout, layer) + sum(comm.values())
-    if last * per_layer + sum(head) > middle * per_layer:
+    if last * per_layer + head > middle * per_layer:
         return float(last), 1.0
     return float(middle), 0.0
 
@@ -139,7 +137,9 @@ def _tensor(x: _Context, again: float) -> float:
     if x.layout.tp == 1:
         return 0.0
     group = x.network.group(x.layout.tp, 1)
-    one = x.network.all_reduce(BF16 * x.tokens * x.model.hidden, group)
+    size = BF16 * x.tokens * x.model.hidden
+    # Sequence parallelism gathers and scatters instead, which switches cannot add up on the way.
+    one = 2 * x.network.gather(size, group) if x.layout.sequence_parallel else x.network.all_reduce(size, group)
     blocks = 0.0
     for kind in x.model.kinds:
         inside = 1.0 if kind.experts and x.layout.expert_tp == 1 else 2.0
@@ -217,7 +217,8 @@ def _data_parallel(x: _Context, layers: float, forward: float, backward: float) 
         pairs = [(params, forward), (params + grads, backward)] * m
         pairs[-1] = (pairs[-1][0] + outer, backward)
     elif layout.zero == 0:
-        pairs = [(2 * grads, backward)]
+        whole = net.all_reduce(grad_bytes * dense, dense_group)
+        pairs = [(whole + (net.all_reduce(grad_bytes * expert, expert_group) if expert else 0.0), backward)]
     else:  # DeepSpeed's pipeline engine sums whole gradients before it keeps its shard
         pairs = [((2 if layout.buckets else 1) * grads + outer, backward), (params, forward)]
     if not layout.overlap_dp:
@@ -243,9 +244,10 @@ def _optimizer(x: _Context) -> float:
     if x.work.lora:
         return 0.0
     layout = x.layout
-    dense = (x.model.dense + x.model.embedding + x.model.head) / (layout.tp * layout.pp) / layout.sharded_over
+    more = 1 + x.work.mtp / x.model.layers
+    dense = (more * x.model.dense + x.model.embedding + x.model.head) / (layout.tp * layout.pp) / layout.sharded_over
     spread = max(1.0, layout.sharded_over * layout.tp / (layout.ep * layout.expert_tp)) if layout.zero else 1.0
-    expert = x.model.expert / (layout.ep * layout.expert_tp * layout.pp) / spread
+    expert = more * x.model.expert / (layout.ep * layout.expert_tp * layout.pp) / spread
     return x.c.optimizer_bytes * (dense + expert) / x.rates.bandwidth
 
 

@@ -17,6 +17,8 @@ from headway.plan.hybrid import HYBRIDS, hybrid_shape
 Precision = Literal["bf16", "fp16", "fp8", "fp4"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4")
 
+_MOST = 10**9  # sequences a step, and tokens a sequence: beyond it a typing error
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -29,6 +31,8 @@ class Workload:
         precision: of the layers' matrix products; attention, head and optimizer stay in bf16 or fp32.
         mean_square: Σ n² / Σ n over the documents of a pack (None: one document fills a sequence).
         lora: only low-rank adapters are trained, so frozen weights get no gradient of their own.
+        mtp: multi-token-prediction modules trained beside the model (DeepSeek-V3, arXiv 2412.19437): each a layer and
+            a pass of the head more.
     """
 
     shape: ModelShape
@@ -38,10 +42,11 @@ class Workload:
     name: str = ""
     mean_square: float | None = None
     lora: bool = False
+    mtp: int = 0
 
     def __post_init__(self) -> None:
-        if self.seq < 1 or self.global_batch < 1:
-            raise UserError(f"seq {self.seq} and global_batch {self.global_batch} must be at least 1")
+        if not (1 <= self.seq <= _MOST and 1 <= self.global_batch <= _MOST):
+            raise UserError(f"seq {self.seq} and global_batch {self.global_batch} must be between 1 and {_MOST:,}")
         if self.mean_square is not None and not self.mean_square >= 1:
             raise UserError(f"mean_square {self.mean_square}: give sum n^2 / sum n of the documents, at least 1")
         if self.precision not in PRECISIONS:
