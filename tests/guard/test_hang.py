@@ -44,7 +44,13 @@ def test_slow_steps_get_three_times_their_p99() -> None:
 
 
 def test_the_start_an_evaluation_and_a_save_may_take_long_but_not_for_ever() -> None:
-    for phase, steps in (("compute.forward", 1), ("compile", 50), ("evaluation", 50), ("checkpoint_stall", 50)):
+    for phase, steps in (
+        ("compute.forward", 1),
+        ("compile", 50),
+        ("evaluation", 50),
+        ("checkpoint_stall", 50),
+        ("end", 50),
+    ):
         long = pulse(100.0, phase=phase, steps=steps)
         assert HangJudge().judge(1000 * S, {0: long}) is None, phase
         assert HangJudge().judge(2000 * S, {0: long}) is not None, phase

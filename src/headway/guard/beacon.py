@@ -31,7 +31,7 @@ _HEAD = struct.Struct("<11Q32s")
 _SEQUENCE_AT, _HEARD_AT = 2 * 8, 9 * 8
 LISTEN_S = 0.5
 _LENGTH = _HEAD.size + 8 * _RING
-OUTSIDE, STEP, AGREEING = "start", "step", "host.agree"
+OUTSIDE, STEP, AGREEING, ENDING = "start", "step", "host.agree", "end"
 
 
 @dataclass(frozen=True, slots=True)

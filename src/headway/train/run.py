@@ -19,7 +19,7 @@ from headway.config.run import RunConfig
 from headway.data.batch import BadDocuments
 from headway.data.feed import Fed
 from headway.data.global_batch import Position
-from headway.guard.beacon import AGREEING, Beacon, collectives_entered
+from headway.guard.beacon import AGREEING, ENDING, Beacon, collectives_entered
 from headway.guard.folder_lock import FolderLock
 from headway.guard.integrity import check_replicas
 from headway.guard.rng import rng_state
@@ -327,6 +327,8 @@ class Run:
 
     def close(self, reason: str) -> None:
         """Tells the end, also of a failure, and lets everything go."""
+        if self.beacon is not None:
+            self.beacon.enter(ENDING)  # the report of a long run takes longer than any step
         if self.hook is not None:
             self._tell_all(self.hook.close())
         self.clock.end_step()
