@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -86,3 +89,11 @@ def test_every_remedy_changes_run_file_keys_that_exist_and_names_the_setting_out
 def test_a_planted_second_registration_is_refused() -> None:
     with pytest.raises(ValueError, match="twice"):
         register("pack", (), {}, "", "")
+
+
+def test_tune_tries_only_registered_remedies_and_the_loss_names_its_key() -> None:
+    from headway.tune import registry
+
+    named = re.findall(r'predict\(\s*"([\w-]+)"', Path(registry.__file__).read_text())
+    assert len(named) == len(registry.DATA + registry.COMPUTE) and set(named) <= set(REMEDIES)
+    assert REMEDIES["fuse-loss"].change == {"model.fuse": "auto"}

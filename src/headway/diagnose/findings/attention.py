@@ -31,7 +31,7 @@ def find(case: Case) -> Iterator[Finding]:
     if spent < NOTABLE * view.wall_ns:
         return
     claims = {f"device.{kind}": ns for kind in view.device.by_kind if (ns := view.time(every & view.of_kind(kind)))}
-    products = _near(view, softmax) & view.from_op(r"^aten::(?:bmm|baddbmm)$") & view.computing
+    products = view.near(softmax, _NEIGHBOURS) & view.from_op(r"^aten::(?:bmm|baddbmm)$") & view.computing
     if moved := view.time(products) // 2:
         claims["device.matmul"] = claims.get("device.matmul", 0) + moved
     yield Finding(
@@ -50,18 +50,12 @@ def find(case: Case) -> Iterator[Finding]:
     )
 
 
-def _near(view: View, softmax: Mask) -> Mask:
-    """Events at most _NEIGHBOURS places from a softmax."""
-    near = np.zeros(len(softmax), bool)
-    for row in np.flatnonzero(softmax):
-        near[max(0, row - _NEIGHBOURS) : row + _NEIGHBOURS + 1] = True
-    return near
-
-
 def _beside(view: View, softmax: Mask) -> Mask:
     """Elementwise kernels and copies near a softmax that are as large as it is (a third of its time or more)."""
-    beside = np.zeros(len(softmax), bool)
     loose = view.of_kind("copy", "elementwise") & view.computing & ~softmax
+    if not view.on_gpu:
+        return loose & view.near(softmax, _NEIGHBOURS) & (view.spent * 3 >= np.median(view.spent[softmax]))
+    beside = np.zeros(len(softmax), bool)
     for row in np.flatnonzero(softmax):
         near = slice(max(0, row - _NEIGHBOURS), row + _NEIGHBOURS + 1)
         beside[near] |= loose[near] & (view.spent[near] * 3 >= view.spent[row])

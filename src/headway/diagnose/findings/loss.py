@@ -66,6 +66,9 @@ def _copies_beside(view: View, softmax: Mask) -> Mask:
         return beside
     longest = view.spent[large].max()
     loose = view.of_kind("copy", "elementwise", "memset") & view.computing & ~softmax
+    if not view.on_gpu:
+        main = softmax & (view.spent >= longest // 4)
+        return loose & view.near(main, _NEIGHBOURS) & (view.spent >= 0.1 * longest)
     for row in large[view.spent[large] >= longest // 4]:
         near = slice(max(0, row - _NEIGHBOURS), row + _NEIGHBOURS + 1)
         beside[near] |= loose[near] & (view.spent[near] >= 0.1 * view.spent[row])
