@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import random
 import string
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
+from headway.cli import main as command_line
 from headway.cli.main import _join_commands, _run
 from headway.plan.workload import model_presets
 
@@ -27,8 +30,13 @@ BASE = (
 
 
 @pytest.fixture(scope="module", autouse=True)
-def joined() -> None:
-    _join_commands()
+def joined() -> Iterator[None]:
+    """The command line, built once: typer would read every command's signature again on each of 300 calls."""
+    if not command_line.app.registered_groups:
+        _join_commands()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command_line, "app", typer.main.get_command(command_line.app))
+        yield
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
