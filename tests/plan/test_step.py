@@ -159,6 +159,16 @@ def test_memory_of_a_known_case() -> None:
     assert host.memory.optimizer == 0 < eight.optimizer < held.optimizer and host.terms["offload"] > 0
 
 
+def test_the_same_speed_under_the_published_conventions() -> None:
+    found = predict(work("gpt3-175b", 2048, 256), Layout(dp=8, tp=8, recompute="full"), H100)
+    causal, full, hardware = (found.conventions[name] for name in ("causal", "full_attention", "hardware"))
+    assert causal == found.mfu < full < hardware == pytest.approx(full * 4 / 3)
+    shape, h, s = found.workload.shape, 12288, 2048
+    megatron = 6 * shape.active_matmul_parameters + 12 * len(shape.layers) * h * s  # Narayanan et al. 2021, per token
+    rate = megatron * found.tokens_per_s_per_gpu / H100.device.rates["bf16"]
+    assert full == pytest.approx(rate, rel=0.02)
+
+
 def test_a_prediction_module_costs_a_layer_and_a_head_more() -> None:
     job, layout = work("deepseek-v3", 4096, 64), Layout(dp=64, ep=64, zero=3, recompute="full")
     one, two = predict(job, layout, H100), predict(replace(job, mtp=1), layout, H100)

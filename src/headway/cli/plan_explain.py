@@ -52,6 +52,11 @@ def explain(
         )
         return
     print(f"{best.layout.describe()}: step {best.step_s:.3f} s, {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
+    shares = best.conventions
+    print(
+        f"MFU {shares['causal']:.1%} (causal), {shares['full_attention']:.1%} (full attention), "
+        f"{shares['hardware']:.1%} (hardware FLOPs)"
+    )
     for name, share in bottlenecks(best):
         print(f"  {name:<12} {best.terms[name]:10.4f} s {share:7.1%}")
     ratio, fraction = best.facts["bubble_ratio"], best.facts["bubble_fraction"]

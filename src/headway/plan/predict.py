@@ -82,6 +82,17 @@ class Prediction:
         peak = rates.get(self.workload.precision) or rates.get("bf16") or next(iter(rates.values()))
         return self.flops_per_token * self.tokens_per_s_per_gpu / peak
 
+    @property
+    def conventions(self) -> dict[str, float]:
+        """The same speed as published "MFU"s count it: causal, full attention (Megatron, PaLM), and hardware FLOPs,
+        which add what is computed again (full attention, as such tables do). They differ by a third."""
+        length = round(self.workload.attended)
+        full = document_flops(self.workload.shape, [length], convention="full-attention").total / length
+        full *= self.mfu / self.flops_per_token
+        layout = self.layout
+        again = layout.recompute_share / 3 if layout.recompute == "full" else 0.0
+        return {"causal": self.mfu, "full_attention": full, "hardware": full * (1 + again)}
+
     def run_seconds(self, tokens: float) -> float:
         """Seconds of steps for that many tokens, nothing lost to failures."""
         return tokens / self.tokens_per_s
@@ -92,6 +103,7 @@ class Prediction:
             "step_s": self.step_s,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
+            "mfu_by_convention": self.conventions,
             "terms_s": dict(self.terms),
             "facts": dict(self.facts),
             "memory_bytes": self.memory.to_dict(),
