@@ -76,7 +76,7 @@ def _three(rows: list[Case]) -> list[Case]:
         return pool
     last = len(pool) - 1
     # The quarter points, not the ends: the smallest and the largest model of a table are its odd ones.
-    return [pool[round(last * share)] for share in (0.25, 0.5, 0.75)]
+    return [pool[place] for place in sorted({round(last * share) for share in (0.25, 0.5, 0.75)})]
 
 
 def trust(logs: Sequence[float]) -> float:
