@@ -139,13 +139,22 @@ def recompute(bad: bool) -> Planted:
     return Planted(Loop(Form(recompute=bad)).step)
 
 
+def _mixed(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x) + 0.5 * x
+
+
+def _mixed_once(x: Tensor) -> Tensor:  # the compiler keeps what it compiled by the code, so each form has its own
+    return torch.nn.functional.gelu(x) + 0.5 * x
+
+
 def recompiling(bad: bool) -> Planted:
-    """Another sequence length each step, the last norm compiled for each (traced, not generated), or once for all."""
+    """Another sequence length each step, a function compiled for each (traced, not generated), or once for all."""
     form = Form()
     loop = Loop(form)
     lengths, at = [64 + 2 * number for number in range(200)], [0]
     torch._dynamo.config.recompile_limit = 10_000
-    loop.model.norm.compile(backend="eager", dynamic=not bad)
+    compiled = torch.compile(_mixed if bad else _mixed_once, backend="eager", dynamic=not bad)
+    loop.forward = lambda ids: compiled(loop.model(ids))
 
     def step() -> None:
         at[0] += 1
@@ -156,10 +165,10 @@ def recompiling(bad: bool) -> Planted:
 
 
 def checkpoint_stall(bad: bool) -> Planted:
-    """Every fifth step writes and syncs 8 MiB in the loop; or none does."""
+    """Every fifth step writes and syncs 32 MiB in the loop; or none does."""
     loop = Loop(Form())
     seen, folder = [0], tempfile.TemporaryDirectory(prefix="headway-stall-")
-    blob = os.urandom(8 << 20)
+    blob = os.urandom(32 << 20)
 
     def step() -> None:
         seen[0] += 1
@@ -185,7 +194,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause("recompilation-storm", "compiled for each length → once", recompiling, window=6, steady=False),
     Cause(
         "unstable-steps",
-        "8 MiB synced every fifth step → none",
+        "32 MiB synced every fifth step → none",
         checkpoint_stall,
         window=5,
         sleeps=True,
