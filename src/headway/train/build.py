@@ -334,6 +334,8 @@ def _spikes(
     ledger = control().on_main(lambda: read_ledger(folder.quarantine), UserError, (UserError, OSError))
     for note in aside.join(state.quarantine, ledger, state.position.epoch):
         say(note)
+    if place.rank == 0:
+        say(f"guard: {_guard_line(config)}")
     lora, clock = config.model.lora is not None, reporter.run_clock
 
     def back(before_step: int) -> Went | None:
@@ -356,6 +358,15 @@ def _spikes(
     spikes.load(state.guard)
     reporter.watch = spikes.observe
     return spikes
+
+
+def _guard_line(config: RunConfig) -> str:
+    if config.guard.spikes != "act":
+        return f"spikes: {config.guard.spikes}; nothing but what is not finite is held back"
+    offered = ", then ".join(config.guard.actions) or "nothing"
+    every = config.checkpoint.memory_every or config.checkpoint.every
+    back = f"back to checkpoints, one every {every} steps" if every else "no checkpoint to go back to"
+    return f"bad steps are held back, documents at fault set aside; else {back} ({offered}, then stop)"
 
 
 def _fit(
