@@ -365,7 +365,8 @@ def _guard_line(config: RunConfig) -> str:
         return f"spikes: {config.guard.spikes}; nothing but what is not finite is held back"
     offered = ", then ".join(config.guard.actions) or "nothing"
     every = config.checkpoint.memory_every or config.checkpoint.every
-    back = f"back to checkpoints, one every {every} steps" if every else "no checkpoint to go back to"
+    often = f", one every {every} steps" if isinstance(every, int) else ""
+    back = f"back to checkpoints{often}" if every else "no checkpoint to go back to"
     return f"bad steps are held back, documents at fault set aside; else {back} ({offered}, then stop)"
 
 
