@@ -26,6 +26,7 @@ from headway.guard.training_state import Capture
 _WIDTH = 2048
 _ROWS = 16
 _STEPS = 4
+_RUN = f"bench-{os.getpid()}"  # two benches at once must not meet in shared memory
 
 
 @dataclass
@@ -85,7 +86,7 @@ def bench_saves(gigabytes: float, rounds: int, threads: int, folder: Path | None
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        tiers = Tiers(CheckpointStore(root / "checkpoints", "bench"), root)
+        tiers = Tiers(CheckpointStore(root / "checkpoints", _RUN), root)
         if tiers.off:
             raise RuntimeError(tiers.off)
         state = Capture(model, [optimizer])
@@ -239,7 +240,7 @@ def _small_checkpoints(root: Path) -> dict[str, CheckpointStore]:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(model.parameters())
     state = Capture(model, [optimizer])
-    tiers = Tiers(CheckpointStore(root / "checkpoints", "bench"), root)
+    tiers = Tiers(CheckpointStore(root / "checkpoints", _RUN), root)
     for number in (1, 2):
         model(torch.ones(2, 64)).sum().backward()
         tiers.fence()
@@ -248,7 +249,7 @@ def _small_checkpoints(root: Path) -> dict[str, CheckpointStore]:
         tiers.settle()
         tiers.poll()
     assert tiers.memory is not None
-    copy = CheckpointStore(root / "memory-copy", "bench")
+    copy = CheckpointStore(root / "memory-copy", _RUN)
     shutil.copytree(tiers.memory.root, copy.root)
     tiers.close(over=True)
     return {"memory": copy, "disk": tiers.disk}
@@ -308,7 +309,7 @@ def bench_growth(saves: int = 100, megabytes: float = 24.0) -> Growth:
         width = int((megabytes * 1e6 / 12) ** 0.5)
         model = nn.Linear(width, width, bias=False)
         optimizer = torch.optim.AdamW(model.parameters())
-        tiers = Tiers(CheckpointStore(root / "checkpoints", "bench"), root)
+        tiers = Tiers(CheckpointStore(root / "checkpoints", _RUN), root)
         state = Capture(model, [optimizer])
         seen = []
         for number in range(1, saves + 11):
