@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.guard import layout, upkeep
+from headway.guard import crash, layout, upkeep
 from headway.guard.crash import crash_point
 from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import FileEntry, Manifest, hash_file, hash_problems, read_manifest, sync_file
@@ -23,7 +23,8 @@ from headway.guard.publishing import commit, explained
 
 _CHUNK = 16 << 20
 _PART = ".part-"
-_POLL_S = 0.01
+_POLL_S = 0.02
+_ORPHAN_S = 10.0
 
 
 class Folder(msgspec.Struct, frozen=True, kw_only=True):
@@ -249,6 +250,7 @@ def _write_part(partial: Path, rank: int, entries: dict[str, FileEntry], error: 
 
 
 def _wait_for_part(partial: Path, rank: int, deadline: float) -> dict[str, FileEntry]:
+    orphaned = False
     while True:
         with contextlib.suppress(FileNotFoundError):
             part = msgspec.json.decode((partial / _part_name(rank)).read_bytes(), type=_Part)
@@ -257,4 +259,7 @@ def _wait_for_part(partial: Path, rank: int, deadline: float) -> dict[str, FileE
             return part.files
         if time.monotonic() > deadline:
             raise CheckpointFailed(f"rank {rank} had not written its part in time")
+        if not orphaned and crash.trainer and os.getppid() != crash.trainer:
+            # Ours is dead, so the other rank is likely to have died before its part was begun.
+            orphaned, deadline = True, min(deadline, time.monotonic() + _ORPHAN_S)
         time.sleep(_POLL_S)
