@@ -130,6 +130,20 @@ def test_the_last_save_is_on_the_disk_even_when_the_saver_is_stuck(tmp_path: Pat
     tiers.close(over=True)
 
 
+def test_the_last_save_behind_one_under_way_is_made_once(tmp_path: Path) -> None:
+    model = tiny_model(0)
+    optimizer = tiny_optimizer(model)
+    train(model, optimizer, 1)
+    tiers = make(tmp_path)
+    assert begin(tiers, model, optimizer, 1, disk=True)
+    tiers.fence()
+    train(model, optimizer, 1)
+    events = tiers.save_now(2, capture(model, [optimizer]), {"step": 2}, {"n": 2})
+    assert [event.step for event in events if event.tier == "disk"] == [1, 2]
+    assert [info.ref.step for info in tiers.disk.list()] == [1, 2]
+    tiers.close(over=True)
+
+
 def test_without_shared_memory_saves_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADWAY_SHARED_MEMORY", str(tmp_path / "nowhere"))
     model = tiny_model()

@@ -218,7 +218,8 @@ class Tiers:
             begun = False
         if begun:
             self.fence()
-            while self.saver.busy and not any(event.tier == "disk" for event in events):
+            # The events may hold what became of the save before, too.
+            while self.saver.busy and not any(event.tier == "disk" and event.step == step for event in events):
                 self.saver.wait(_POLL_S)
                 events += self.poll()
             events += self.poll()
