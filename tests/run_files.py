@@ -107,6 +107,9 @@ def _of_type(kind: Any, limits: dict[str, float], key: Key) -> st.SearchStrategy
     if kind is Path or key.marks.get("path"):
         return PATH
     if get_origin(kind) is list:
+        item = get_args(kind)[0]
+        if get_origin(item) is Literal:
+            return st.lists(st.sampled_from(get_args(item)), max_size=3)
         return st.lists(TEXT, min_size=1, max_size=3)
     return TEXT
 
@@ -117,6 +120,7 @@ _TOGETHER = {
     "train.epochs", "train.tokens", "train.global_batch_tokens", "train.global_batch_sequences", "optim.betas",
     "schedule.warmup", "schedule.decay", "parallel.ranks", "parallel.fsdp", "parallel.tp", "parallel.pp", "parallel.cp",
     "parallel.ep", "eval.every", "eval.at_start", "eval.data", "eval.holdout", "alerts.to",
+    *(key for key in all_keys() if key.startswith("checkpoint.remote.")),
 }  # fmt: skip
 
 
@@ -143,6 +147,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
         lambda source: {"eval.data": [source], "eval.every": 9}, SOURCE
     )
     flat |= draw(held_out)
+    flat |= draw(st.sampled_from([{}, {"checkpoint.remote.url": "s3://a/b", "checkpoint.remote.keep": 7}]))
     flat["alerts.to"] = draw(st.lists(ALERT, max_size=2))
     raw: dict[str, Any] = {}
     for name, value in flat.items():

@@ -71,7 +71,7 @@ def test_every_key_has_one_clear_sentence(key: object) -> None:
 
 def test_sections_are_frozen_and_strict() -> None:
     sections = {key.section for key in all_keys().values()}
-    assert all(issubclass(section, Section) for section in sections) and len(sections) == 18
+    assert all(issubclass(section, Section) for section in sections) and len(sections) == 19
     run = config()
     with pytest.raises(Exception, match="frozen"):
         run.data.seq_len = 4  # type: ignore[misc]

@@ -119,7 +119,7 @@ def test_a_config_that_is_not_json_is_named(broken):
 def test_a_cut_weight_file_is_named(broken):
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match=f"model.path {broken}: SafetensorError"):
+    with pytest.raises(UserError, match=f"model.path {broken}: .*not fully covered"):
         load_model(path=broken)
 
 

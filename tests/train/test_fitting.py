@@ -143,11 +143,11 @@ def test_a_rehearsal_goes_down_the_levels_and_leaves_no_trace(path: Path, monkey
     run(path, "name=calm")
     original, seen = Learner.learn, []
 
-    def short(self: Learner, parts: Any, trained: int) -> Any:
+    def short(self: Learner, parts: Any, trained: int, unreadable: bool = False) -> Any:
         seen.append((max(part.slots for part in parts), max(part.max_seqlen for part in parts)))
         if len(seen) < 3:
             raise OutOfMemory("rank 0: planted")
-        return original(self, parts, trained)
+        return original(self, parts, trained, unreadable)
 
     monkeypatch.setattr(Learner, "learn", short)
     choose = fitting.choose_level

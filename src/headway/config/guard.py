@@ -14,7 +14,8 @@ class GuardConfig(Section):
 
     spikes: Literal["act", "watch", "off"] = Field(
         default="act",
-        description="`act` holds a bad step back on all ranks, finds out whose fault it was and goes on without it; "
+        description="What a spike leads to: `act` holds a bad step back on all ranks, finds out whose fault it was and "
+        "goes on without it; "
         "`watch` only writes incidents; `off` skips what is not finite, and nothing else.",
     )
     quarantine: bool = Field(

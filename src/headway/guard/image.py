@@ -213,6 +213,8 @@ def _blob(like: Tensor, path: Path) -> tuple[bytes, bytes, int]:
 
 def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
     """The stride of a copy: as torch.clone makes it, permuted where the tensor is."""
+    if inner_tensors(tensor):  # `plan_image` refuses it, and it need not know how to be copied
+        return tuple(tensor.stride())
     return tuple(torch.empty_like(tensor, device="meta").stride())
 
 

@@ -94,7 +94,9 @@ def wrap(
             module,
             process_group=mesh.get_group(REPLICATE),
             gradient_as_bucket_view=True,
-            find_unused_parameters=unused_parameters,
+            # Else DDP rebuilds its buckets after its first backward pass, and a sum over three ranks or more depends on
+            # where in a bucket it lies: a resumed run would differ in its first step's last bits.
+            find_unused_parameters=unused_parameters or layout.data_parallel > 2,
         )
     return Replicas(call, module, layout.data_parallel, compute_dtype, device_type)
 

@@ -78,10 +78,13 @@ class Saves:
                 keep=self._keep(),
             )
         except CheckpointFailed as failure:
-            self._owed.clear()
-            self._failed(Event("memory", step, False, str(failure)))
-            if self.tiers.off:
+            if self.tiers.off:  # found out just now: this save, too, is made the slow way
                 self.say(f"checkpoints: {self.tiers.off}")
+                if "disk" in self._owed:
+                    self._block(step, snapshot)
+            else:
+                self._failed(Event("memory", step, False, str(failure)))
+            self._owed.clear()
             return
         if begun:
             self._blocked_s = time.perf_counter() - started
