@@ -84,12 +84,11 @@ def by_suspicion(look: Look, usual: float) -> list[int]:
 def _first_that_explain(search: _Search, suspects: list[int], most_share: float) -> list[int] | None:
     """The shortest run of suspects, strangest first, without which the batch is clean."""
     most = max(1, int(most_share * len(suspects)))
-    count = 1
+    too_few, count = 0, 1
     while not search.is_clean(suspects[:count]):
         if count == most:
             return None
-        count = min(most, 2 * count)
-    too_few = count // 2
+        too_few, count = count, min(most, 2 * count)
     while count - too_few > 1:
         middle = (count + too_few) // 2
         if search.is_clean(suspects[:middle]):
@@ -114,10 +113,19 @@ def _by_halves(search: _Search, suspects: list[int]) -> list[int] | None:
 
 
 def _without_the_innocent(search: _Search, guilty: list[int]) -> list[int]:
-    """Takes back every document that the others explain the spike without."""
+    """Takes back every document that the others explain the spike without: many at once where many are innocent."""
     kept = list(guilty)
-    for raw in reversed(guilty):
-        rest = [other for other in kept if other != raw]
+
+    def take_back(some: list[int]) -> None:
+        nonlocal kept
+        rest = [raw for raw in kept if raw not in some]
         if rest and search.is_clean(rest):
             kept = rest
+        elif len(some) > 1:
+            half = len(some) // 2
+            take_back(some[half:])  # the least strange first
+            take_back(some[:half])
+
+    take_back(guilty[-1:])  # known already, where `guilty` is the shortest run that explains it
+    take_back([raw for raw in kept if raw != guilty[-1]])
     return kept
