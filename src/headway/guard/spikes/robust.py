@@ -28,7 +28,10 @@ _TAIL_SHARE = 0.05
 _SHAPE = 0.05
 _NEAR_FLOOR = 0.6
 _MARGIN = 1.15  # for the scale, which is known no better
-_TAIL_LEAST, _YOUNG = 150, (10.0, 6.0)  # deviations of a normal distribution, far and near, until there are so many
+# An excess counts as at most so many times the tail's scale: else one spike too small to be told of, and so taken for
+# clean, moves a limit by a quarter, and the next spike is missed because of it.
+_MOST_EXCESS = 4.0
+_TAIL_LEAST, _YOUNG = 150, (14.0, 8.0)  # deviations of a normal distribution, far and near, until there are so many
 _REFRESH = 16  # values between two looks at the tails: sorting each time would cost more than all the rest
 
 
@@ -46,7 +49,8 @@ class Track:
     The expected value is the median of the last `RECENT`, moved on by its lag behind the trend. A value's deviation
     is taken from what was expected before it came, and divided by the noise of that moment, so that a warm-up's
     turbulence is not held against later steps. Limits lie where these deviations' own tails (their mean excess over the
-    outer 5 %) would be passed with the chances FAR and NEAR: for values too high by the upper tail, for values too low
+    outer 5 %, single ones capped) would be passed with the chances FAR and NEAR: for values too high by the upper
+    tail, for values too low
     by the lower one. Deterministic.
 
     floor: the smallest deviation that matters, in the figure's own unit.
@@ -141,7 +145,9 @@ def _reach(falling: np.ndarray) -> list[float]:
     """The deviations passed with the chances FAR and NEAR, from deviations sorted from the most extreme one down."""
     count = min(max(6, round(_TAIL_SHARE * len(falling))), len(falling) - 1)
     base = max(float(falling[count]), 1.0)
-    scale = float(np.mean(np.maximum(falling[:count] - base, 0.0)))
+    excess = np.maximum(falling[:count] - base, 0.0)
+    most = _MOST_EXCESS * float(np.median(excess)) / math.log(2)  # of an exponential tail, whose median that is
+    scale = float(np.mean(np.minimum(excess, most))) / (1 - math.exp(-_MOST_EXCESS))
     odds = [count / len(falling) / risk for risk in (FAR, NEAR)]
     return [_MARGIN * (base + scale * (each**_SHAPE - 1) / _SHAPE) for each in odds]
 

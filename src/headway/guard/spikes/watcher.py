@@ -124,7 +124,13 @@ class Watcher:
         self._overflows = [at for at in self._overflows if at < step]
 
     def accept(self) -> None:
-        """The level has changed and stays: all tracks look for their new place."""
+        """The level has changed and stays: all tracks look for their new place. Clean steps that wait to be taken in
+        are of the old level: they count for the noise, and must not be the first of the new one."""
+        while self._waiting:
+            self._absorb(self._waiting.pop(0))
+        self._move()
+
+    def _move(self) -> None:
         for track in self.tracks.values():
             track.change()
 
@@ -152,7 +158,7 @@ class Watcher:
 
     def _change(self, kind: str) -> None:
         if self._kind is not None:
-            self.accept()
+            self._move()
         self._kind = kind
 
     def _overflow(self, figures: Figures) -> list[Alarm]:
