@@ -76,11 +76,16 @@ def _session_problems(session: Session) -> list[str]:
         off_s = (session.end.wall_ns - sum(session.end.run_ns.values())) / 1e9
         found.append(f"session {number}: the run account does not close, it is {off_s:.3f} s off the wall clock")
     run_ns = run_ns_of(session)
-    stepped = sum(line.wall_ns - line.account.get("checkpoint", 0) for line in session.steps)
+    stepped = sum(stepped_ns(line) for line in session.steps)
     excess_s = (run_ns.get("productive", 0) - stepped) / 1e9
     if excess_s > 0 and not session.start_lost:
         found.append(f"session {number}: productive time exceeds its steps' wall clocks by {excess_s:.3f} s")
     return found
+
+
+def stepped_ns(line: StepLine) -> int:
+    """What the run account takes for a step's own time: its wall clock without the checkpoint's share, a stall."""
+    return line.wall_ns - line.account.get("checkpoint", 0)
 
 
 def run_ns_of(session: Session) -> dict[str, int]:

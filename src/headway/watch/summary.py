@@ -23,7 +23,7 @@ from headway.record.folder import RunFolder
 from headway.record.incidents import read_incidents
 from headway.record.jsonl import read_jsonl
 from headway.record.sessions import History, Session, read_history
-from headway.watch.checks import add_up, problems_of, run_ns_of
+from headway.watch.checks import add_up, problems_of, run_ns_of, stepped_ns
 from headway.watch.ranks import Ranks, read_ranks
 
 CONVENTION = (
@@ -248,19 +248,15 @@ def _session_times(sessions: Iterable[Session], lost: Iterable[StepLine]) -> lis
     lost_ns: Counter[int] = Counter()
     for line in lost:
         # A step that was skipped is rework already.
-        lost_ns[line.session] += _stepped_ns(line) if line.skipped is None else 0
+        lost_ns[line.session] += stepped_ns(line) if line.skipped is None else 0
     times = []
     for session in sessions:
         run_ns = run_ns_of(session)
-        skipped_ns = sum(_stepped_ns(line) for line in session.steps if line.skipped is not None)
+        skipped_ns = sum(stepped_ns(line) for line in session.steps if line.skipped is not None)
         # A session that rolled back by itself has charged those steps to rework already.
         charged_ns = max(0, run_ns.get("rework", 0) - skipped_ns)
         times.append(SessionTime(run_ns, max(0, lost_ns[session.start.session] - charged_ns)))
     return times
-
-
-def _stepped_ns(line: StepLine) -> int:
-    return line.wall_ns - line.account.get("checkpoint", 0)
 
 
 def _sessions(history: History, kept: list[StepLine], lost: list[StepLine]) -> tuple[SessionFacts, ...]:
