@@ -6,7 +6,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test lint format setup setup-demo clean
+.PHONY: demo test test-kernels lint format setup setup-demo clean
 
 demo: setup-demo
 	$(BIN)/python demo/make_material.py demo_out
@@ -19,6 +19,11 @@ test: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q
+
+# Triton beside a torch for CPUs is large and works in its interpreter only, so it is not part of `make test`.
+test-kernels: setup
+	$(PIP) torch triton
+	$(BIN)/python -m pytest tests/model/test_triton_kernels.py -q
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,9 +9,10 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from headway.account.errors import UserError
-from headway.model import attention, varlen_attention
+from headway.model import attention, flash_attention, varlen_attention
 from headway.model.attention import NAME, choose_path, headway_attention, register
 from headway.model.documents_attention import attend_documents
+from headway.model.flash_attention import attend_flash
 from headway.model.flex_attention import attend_flex
 from headway.model.varlen_attention import attend_varlen, varlen_cannot
 from model.naive_attention import naive_attention, random_qkv, worst
@@ -165,6 +166,71 @@ def test_a_fixed_scale_kernel_refuses_another_scale(monkeypatch):
     q = torch.empty(1, 2, 4, 16, dtype=torch.bfloat16)
     assert varlen_cannot(q, q, q, scale=0.25) is None
     assert "fixed scale" in varlen_cannot(q, q, q, scale=0.3)
+
+
+FLASH = {
+    "2": [
+        "dropout_p",
+        "softmax_scale",
+        "causal",
+        "window_size",
+        "softcap",
+        "deterministic",
+        "max_seqlen_q",
+        "max_seqlen_k",
+    ],
+    "3, returns the log-sum-exp": ["softmax_scale", "causal", "window_size", "softcap", "max_seqlen_q", "max_seqlen_k"],
+    "4, asks for no maximum": ["softmax_scale", "causal", "window_size", "softcap"],
+}
+
+
+@pytest.mark.parametrize("release", FLASH)
+@pytest.mark.parametrize("options", [{}, {"window": 3, "scale": 0.3}, {"softcap": 2.0}])
+def test_flash_packages_are_called_by_their_own_signature(monkeypatch, release, options):
+    """The kernels need CUDA; a stand-in with their documented meaning shows that the arguments are translated right."""
+    seen = set()
+
+    def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, cu_seqlens_k, causal, softmax_scale, **given):
+        seen.update(given)
+        assert causal and set(given) <= set(FLASH[release]) and given.get("max_seqlen_q", 12) == 12
+        left, right = given.get("window_size", (-1, 0))
+        assert right == 0
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        lengths = cu_seqlens_q.diff().tolist()
+        window = None if left < 0 else left + 1
+        scale, softcap = softmax_scale, given.get("softcap")
+        out = naive_attention(q, k, v, lengths, scale=scale, window=window, softcap=softcap)[0].transpose(0, 1)
+        return (out, None) if release.startswith("3") else out
+
+    monkeypatch.setattr(flash_attention, "_function", lambda name: flash_attn_varlen_func)
+    names = ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", *FLASH[release]]
+    monkeypatch.setattr(flash_attention, "_accepts", lambda name: frozenset(names))
+    q, k, v = random_qkv(4, 2, 20, 8)
+    cu = torch.tensor([0, 12, 20], dtype=torch.int32)
+    out = attend_flash("flash3", q, k, v, cu, 12, **options)
+    assert worst([out], [naive_attention(q, k, v, [12, 8], **options)]) < 1e-12
+    assert ("deterministic" in seen) == ("deterministic" in FLASH[release])
+
+
+def test_a_flash_package_says_why_it_cannot(monkeypatch):
+    half = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16)
+    assert "for CUDA" in flash_attention.flash_cannot("flash3", half, half, half)
+    monkeypatch.setattr(flash_attention, "flash_missing", lambda name: None)
+    monkeypatch.setattr(flash_attention, "_accepts", lambda name: frozenset(["q"]))
+    assert flash_attention.flash_cannot("flash3", half, half, half) is None
+    assert "window" in flash_attention.flash_cannot("flash3", half, half, half, window=3)
+    assert "softcap" in flash_attention.flash_cannot("flash3", half, half, half, softcap=3.0)
+    assert "sinks" in flash_attention.flash_cannot("flash3", half, half, half, sinks=torch.zeros(2))
+    assert "float32" in flash_attention.flash_cannot("flash3", half.float(), half.float(), half.float())
+
+
+def test_a_measured_path_is_taken_only_where_it_can_compute_the_call(monkeypatch):
+    q = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(
+        attention, "path_cannot", lambda path, *call, **options: "a cap" if options["softcap"] else None
+    )
+    assert choose_path(q, q, q, device_type="cuda", chosen="flash3") == ("flash3", "measured fastest")
+    assert choose_path(q, q, q, softcap=2.0, device_type="cuda", chosen="flash3")[0] == "flex"
 
 
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile.*")

@@ -12,7 +12,7 @@ from torch import nn
 from headway.data.batch import IGNORE
 from headway.model.forward import forward_logits, forward_loss
 from headway.model.head import install_loss_head, loss_head, remove_loss_head, why_no_loss_head
-from headway.model.kernels import glu, norm, rotary
+from headway.model.kernels import attention, glu, layer_norm, norm, residual_norm, rotary
 from headway.model.kernels.cache import cache_path, cached_choice
 from headway.model.kernels.case import Candidate, Case
 from headway.model.kernels.choose import Setting, install_kernels, measure_kernels
@@ -162,6 +162,67 @@ def test_lean_rotary_and_gate_equal_the_plain_ones(head_dim):
     assert [r.wrong for r in found.results if r.error is not None] == [False, False]
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_attention_is_checked_and_a_leak_is_found(head_dim):
+    """Grouped queries, a capacity that is no multiple of anything; the planted candidate merges two documents."""
+    kind = attention.Kind(3, 1, head_dim, head_dim**-0.5, None, None, False)
+    case = attention.attention_case(kind, 8193, (700, 1, 90), torch.float32, CPU)
+    q, *_, table, longest, _ = case.inputs(8193)
+    assert q.shape == (1, 3, 8193, head_dim) and int(table[-1]) == 8193 and longest == 700
+    *_, few, _, _ = case.inputs(97)
+    assert len(few) == 5, "several documents where it is checked, whatever the user's lengths are"
+
+    def merged(q, k, v, table, longest, sinks):
+        return attention.attend("documents", q, k, v, table[[0, *range(2, len(table))]], longest, scale=kind.scale)
+
+    planted = Case("attention", "", [case.candidates[0], Candidate("merged", merged)], case.inputs, 97, 97)
+    found = choose(planted, 9)
+    assert found.chosen == "documents" and found.results[1].wrong
+    whole = choose(case, 9)
+    assert whole.chosen == "documents" and {r.name for r in whole.results if r.reason} >= {"varlen", "flash3", "flash4"}
+
+
+def test_kinds_of_attention_are_found_and_the_choice_is_kept_on_the_modules():
+    kinds = attention.attentions_of(small("gemma2", head_dim=8, sliding_window=6, attn_logit_softcapping=3.0))
+    assert sorted(kind.name() for kind in kinds) == ["attention softcap", "attention window 6 softcap"]
+    model = small()
+    (modules,) = attention.attentions_of(model).values()
+    assert len(modules) == 2
+    attention.use_attention(modules, "flash3")
+    before = gradients(model)[0]  # it cannot run here, so the rule decides
+    attention.use_attention(modules, "")
+    assert gradients(model)[0] == before and attention.CHOSEN not in modules[0].__dict__
+    assert attention.attentions_of(small(attention_dropout=0.1)) == {}
+
+
+def test_a_layer_is_taken_over_only_where_its_code_is_llamas(monkeypatch):
+    def layers_of(model):
+        return residual_norm.residual_layers_of(model, norm.norms_of(model))
+
+    assert len(layers_of(small("qwen3"))) == 2 and layers_of(small("phi3", pad_token_id=0)) == []
+    model = small()
+    loss, _, grads = gradients(model, plain)
+    monkeypatch.setattr(residual_norm, "_compiled", lambda: residual_norm._plain)  # the code that would be compiled
+    residual_norm.use_residual_norm(layers := layers_of(model), "compile")
+    found, _, found_grads = gradients(model, plain)
+    assert found == pytest.approx(loss, rel=1e-6) and float((found_grads - grads).norm() / grads.norm()) < 1e-5
+    assert all("forward" in layer.__dict__ for layer in layers)
+    residual_norm.use_residual_norm(layers, "apart")
+    assert all("forward" not in layer.__dict__ for layer in layers)
+
+
+def test_a_rotation_with_tables_of_another_width_is_left_alone():
+    """gpt-oss: its tables are half as wide, and every candidate's inputs would be wrong for it."""
+    small_ones = {"head_dim": 8, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 2}
+    assert rotary.rotary_attentions_of(small("gpt_oss", **small_ones)) == []
+
+
+def test_layer_norms_have_candidates_too():
+    model = small("gpt_neox")
+    found = choose(layer_norm.layer_norm_case(layer_norm.layer_norms_of(model)[0], 33, torch.float32, CPU), 9)
+    assert [r.name for r in found.results] == ["eager", "liger", "compile"] and found.results[0].error < 1e-5
+
+
 def test_other_models_of_the_class_keep_their_code():
     first, second = small(), small()
     rotary.use_rotary(rotary.rotary_attentions_of(first), "lean")
@@ -218,7 +279,7 @@ def test_choices_are_kept_by_shape_and_a_damaged_file_is_measured_again():
 
 def test_without_time_everything_stays_plain_and_says_so():
     measured = measure_kernels(small(), SETTING, budget=0.0)
-    assert {c.chosen for c in measured.choices} == {"eager"}
+    assert {c.chosen for c in measured.choices} == {"documents", "eager"}
     assert all(
         "time for choosing" in r.reason for c in measured.choices for r in c.results if r.name in ("lean", "chunked")
     )

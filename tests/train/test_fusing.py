@@ -5,8 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
+from headway.config.optim import OptimConfig
+from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.measure import choose
 from headway.record.folder import RunFolder
+from headway.train.optim import build_optimizers, gradient_norms, scale_gradients
+from headway.train.update_case import update_cases
 from tiny import run_file
 from train.running import history, run
 
@@ -33,7 +39,17 @@ def test_fused_and_plain_runs_have_the_same_losses_and_gradient_norms(tmp_path, 
         assert other.flops.useful < one.flops.useful and other.trained_tokens < other.tokens
     environment = json.loads(RunFolder(tmp_path / "runs" / "fused").environment.read_text())
     choices = environment["kernels"]["choices"]
-    assert {"linear_loss", "rms_norm", "gated_mlp", "rotary"} == {choice["operation"] for choice in choices}
+    operations = {
+        "attention",
+        "linear_loss",
+        "rms_norm",
+        "residual_norm",
+        "gated_mlp",
+        "rotary",
+        "optimizer",
+        "clipping",
+    }
+    assert operations == {choice["operation"] for choice in choices}
     assert all(
         result["reason"] or result["name"] == choice["chosen"] for choice in choices for result in choice["results"]
     )
@@ -54,3 +70,43 @@ def test_fused_rectangles_and_lora_train_as_plain_ones(tmp_path):
     run(path, "name=fused", "model.attention=sdpa", "model.fuse=auto")
     for (one, norm), (other, other_norm) in zip(values(path, "plain"), values(path, "fused"), strict=True):
         assert other == pytest.approx(one, rel=2e-5) and other_norm == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_update_is_measured_and_a_wrong_optimizer_is_found(dtype, monkeypatch):
+    module = torch.nn.Sequential(torch.nn.Linear(40, 33), torch.nn.Linear(33, 1)).to(dtype)
+    cases = update_cases(module, OptimConfig(lr=1e-3))
+    found = {case.operation: choose(case, 9) for case in cases}
+    assert found["optimizer"].chosen in ("eager", "foreach", "fused") and found["clipping"].chosen in (
+        "eager",
+        "foreach",
+    )
+    assert not any(r.wrong for choice in found.values() for r in choice.results)
+    optimizer = cases[0]
+
+    def without_decay(*tensors):
+        return update_cases(module, OptimConfig(lr=1e-3, weight_decay=0.0))[0].candidates[2].run(*tensors)
+
+    planted = Case(
+        "optimizer", "", [optimizer.candidates[0], Candidate("wrong", without_decay)], optimizer.inputs, 1, 1
+    )
+    assert choose(planted, 9).results[1].wrong
+
+
+def test_any_implementation_makes_the_same_updates():
+    def after(adamw, clipping):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(20, 30)
+        optimizers = build_optimizers(module, OptimConfig(lr=1e-2, weight_decay=0.5), adamw)
+        for _ in range(3):
+            optimizers.zero_grad()
+            module(torch.ones(4, 20)).square().sum().backward()
+            norms = gradient_norms(module, clipping)
+            total = scale_gradients(norms, 1.0, None, clipping)
+            optimizers.step(torch.isfinite(total))
+        return module.weight.detach(), optimizers.skips_on_device
+
+    weight, skips = after("fused", "foreach")
+    assert skips
+    for other in (after("eager", "eager"), after("foreach", "eager")):
+        assert torch.allclose(other[0], weight, atol=1e-6) and not other[1]

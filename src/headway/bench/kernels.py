@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from headway.config.run import RunConfig
 from headway.model.kernels.case import Result
-from headway.model.kernels.choose import Chosen, install_kernels, measure_kernels
+from headway.model.kernels.choose import Chosen, install_kernels
 from headway.parallel.device import choose_device
 from headway.train.data import prepare_sources, training_view
-from headway.train.fusing import compute_dtype, setting_of
+from headway.train.fusing import compute_dtype, measure, setting_of
 from headway.train.model import build_model
 
 
@@ -23,13 +23,13 @@ def bench_kernels(config: RunConfig, seconds: float, say: Callable[[str], None])
     view = training_view(config)
     model = build_model(config).module.to(device.torch)
     setting = setting_of(config, view, device, compute_dtype(config.train.precision, device.type))
-    return install_kernels(model, setting, measure_kernels(model, setting, budget=seconds, fresh=True))
+    return install_kernels(model, setting, measure(config, model, setting, seconds, fresh=True))
 
 
 def lines(chosen: Chosen) -> list[str]:
     """A table: per operation the candidates, their errors against the reference and their times."""
     out = []
-    for choice in chosen.choices:
+    for choice in (*chosen.choices, *chosen.update):
         out.append(f"{choice.operation}  {choice.shape}  {choice.dtype}: {choice.chosen}")
         out += [_line(result, result.name == choice.chosen) for result in choice.results]
     out += [f"WARNING {warning}" for warning in chosen.warnings]

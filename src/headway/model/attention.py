@@ -18,13 +18,17 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from headway.account.errors import UserError
 from headway.model.documents_attention import attend_documents
+from headway.model.flash_attention import MODULES, attend_flash, flash_cannot
 from headway.model.flex_attention import attend_flex
 from headway.model.varlen_attention import attend_varlen, varlen_cannot
 
 log = logging.getLogger(__name__)
 
 NAME = "headway"
-Path = Literal["documents", "varlen", "flex"]
+CHOSEN = "headway_attention_path"
+"""Attribute of an attention module: the path that `fuse: auto` found fastest and right for its kind of call."""
+Path = Literal["documents", "varlen", "flex", "flash2", "flash3", "flash4"]
+PATHS: tuple[Path, ...] = ("documents", "varlen", "flex", "flash2", "flash3", "flash4")
 
 
 def register() -> None:
@@ -49,16 +53,65 @@ def choose_path(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
     device_type: str | None = None,
+    chosen: Path | None = None,
 ) -> tuple[Path, str]:
-    """Which computation fits this call, and why (shown once per reason). device_type: for tests without a GPU."""
+    """Which computation fits this call, and why (shown once per reason). device_type: for tests without a GPU.
+
+    chosen: the one that was measured fastest; it is taken wherever it can compute the call.
+    """
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "sinks": sinks,
+        "dropout": dropout,
+    }
+    if chosen is not None and path_cannot(chosen, query, key, value, **options) is None:
+        return chosen, "measured fastest"
     if (device_type or query.device.type) != "cuda":
         return "documents", "one SDPA call per document is the fastest exact attention off CUDA"
-    reason = varlen_cannot(query, key, value, scale=scale, window=window, softcap=softcap, sinks=sinks, dropout=dropout)
+    reason = varlen_cannot(query, key, value, **options)
     if reason is None:
         return "varlen", "flash attention over variable lengths"
     if dropout > 0:
         return "documents", f"not varlen: {reason}; FlexAttention has none either"
     return "flex", f"not varlen: {reason}"
+
+
+def path_cannot(path: Path, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> str | None:
+    """Why a path cannot compute this call, in words, or None. options: scale, window, softcap, sinks, dropout."""
+    if path == "documents":
+        return None
+    if query.device.type != "cuda":
+        return "its kernels are for CUDA" if path != "flex" else "it has no backward on a CPU"
+    if path == "varlen":
+        return varlen_cannot(query, key, value, **options)
+    if path == "flex":
+        return "it has no dropout" if options.get("dropout") else None
+    return flash_cannot(path, query, key, value, **options)
+
+
+def attend(
+    path: Path,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """Causal attention inside each document by one path that can: [1, H, S, D], key and value [1, K, S, D]."""
+    if path == "varlen":
+        return attend_varlen(query, key, value, cu_seqlens, max_seqlen, **options)
+    if path == "flex":
+        return attend_flex(query, key, value, cu_seqlens, sinks=sinks, softcap=softcap, **options)
+    if path in MODULES:
+        return attend_flash(path, query, key, value, cu_seqlens, max_seqlen, softcap=softcap, **options)
+    return _attend_documents(query, key, value, cu_seqlens, sinks=sinks, dropout=dropout, softcap=softcap, **options)
 
 
 def headway_attention(
@@ -90,15 +143,11 @@ def headway_attention(
     _refuse_what_would_be_wrong(module, query, key, attention_mask, is_causal, kwargs)
     query, key, value = _in_one_dtype(query, key, value)
     options: dict[str, Any] = {"scale": scaling, "window": sliding_window, "softcap": softcap, "sinks": s_aux}
-    path, why = choose_path(query, key, value, dropout=dropout, **options)
+    chosen: Path | None = getattr(module, CHOSEN, None)
+    path, why = choose_path(query, key, value, dropout=dropout, chosen=chosen, **options)
     if not torch.compiler.is_compiling():
         _say_once(type(module).__name__, path, why)
-    if path == "varlen":
-        out = attend_varlen(query, key, value, cu_seq_lens_q, max_length_q, scale=scaling, window=sliding_window)
-    elif path == "flex":
-        out = attend_flex(query, key, value, cu_seq_lens_q, **options)
-    else:
-        out = _attend_documents(query, key, value, cu_seq_lens_q, dropout=dropout, **options)
+    out = attend(path, query, key, value, cu_seq_lens_q, max_length_q, dropout=dropout, **options)
     return out.transpose(1, 2).contiguous(), None
 
 

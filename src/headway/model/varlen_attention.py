@@ -29,23 +29,30 @@ def varlen_cannot(
 ) -> str | None:
     """Why the kernel cannot compute this call, in words, or None when it can."""
     head_dim = query.shape[-1]
+    reason = shape_cannot(query, value, sinks=sinks, dropout=dropout)
+    if reason is not None:
+        return reason
+    if softcap is not None:
+        return "it has no logit softcap"
+    if window is not None and "window_size" not in _ACCEPTS:
+        return "this torch release's kernel has no sliding window"
+    if scale is not None and "scale" not in _ACCEPTS and abs(scale * head_dim**0.5 - 1) > 1e-6:
+        return "this torch release's kernel has a fixed scale"
+    return None
+
+
+def shape_cannot(query: Tensor, value: Tensor, *, sinks: Tensor | None, dropout: float) -> str | None:
+    """What no flash kernel over variable lengths computes, in words, or None."""
+    head_dim = query.shape[-1]
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"it computes in bfloat16 or float16, not {str(query.dtype).removeprefix('torch.')}"
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
         return f"head_dim {head_dim} is not a multiple of 8 up to {MAX_HEAD_DIM}"
     if value.shape[-1] != head_dim:
         return f"value heads have another size ({value.shape[-1]}) than query heads ({head_dim})"
-    if softcap is not None:
-        return "it has no logit softcap"
     if sinks is not None:
         return "it has no attention sinks"
-    if dropout > 0:
-        return "it has no dropout"
-    if window is not None and "window_size" not in _ACCEPTS:
-        return "this torch release's kernel has no sliding window"
-    if scale is not None and "scale" not in _ACCEPTS and abs(scale * head_dim**0.5 - 1) > 1e-6:
-        return "this torch release's kernel has a fixed scale"
-    return None
+    return "it has no dropout" if dropout > 0 else None
 
 
 def attend_varlen(

@@ -174,6 +174,7 @@ def _build(
     if beacon is not None and reporter.compiled:
         watch_compilation(beacon)
     learner = _learner(config, replicas, optimizers, clock, place, state, tiers.fence)
+    learner.clipping = "foreach" if kernels is None else kernels.of_update("clipping", "foreach")
     with run_clock.phase("compile"):
         fit, facts, optimizer_bytes = _fit(config, learner, model, place, reporter, state.step, say)
     failures, device_s = resuming.failures_so_far(folder)
@@ -271,7 +272,8 @@ def _model(
         unused_parameters=any(layer.mlp is not None and layer.mlp.experts for layer in model.shape.layers),
         offload_optimizer=config.model.offload == "optimizer",
     )
-    return model, replicas, build_optimizers(model.module, config.optim), kernels
+    adamw = "fused" if kernels is None else kernels.of_update("optimizer", "fused")
+    return model, replicas, build_optimizers(model.module, config.optim, adamw), kernels
 
 
 def _trained_head(kernels: Chosen | None) -> bool:

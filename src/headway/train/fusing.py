@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,8 +15,20 @@ from headway.account.errors import UserError
 from headway.config.run import RunConfig
 from headway.data.view import View
 from headway.guard.process_group import control
-from headway.model.kernels.choose import BUDGET, Chosen, Setting, install_kernels, measure_kernels
+from headway.model.kernels.choose import (
+    BUDGET,
+    Chosen,
+    Setting,
+    install_kernels,
+    known_or_measured,
+    measure_kernels,
+    wrong_ones,
+)
 from headway.parallel.device import Device
+from headway.train.update_case import update_cases
+
+UPDATE_SHARE = 10
+"""Each of the update's operations may take this part of the time for choosing."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.bfloat16}
 
@@ -36,8 +50,16 @@ def setting_of(config: RunConfig, view: View, device: Device, dtype: torch.dtype
         device_name=device.name,
         z_loss=config.train.loss.z_loss,
         label_smoothing=config.train.loss.label_smoothing,
-        compiled=config.train.compile,
+        compiled=config.train.compile is True,
+        lengths=_lengths(view, slots, config.seed),
     )
+
+
+def _lengths(view: View, slots: int, seed: int) -> tuple[int, ...]:
+    """Lengths of documents as they come, until they fill a micro-batch."""
+    some = np.random.default_rng(seed).permutation(view.pieces.length[: 1 << 20])
+    count = int(np.searchsorted(np.cumsum(some), slots)) + 1
+    return tuple(some[:count].tolist())
 
 
 def fuse(
@@ -54,7 +76,7 @@ def fuse(
     if config.model.fuse == "none":
         return None
     setting = setting_of(config, view, device, dtype)
-    measured = control().on_main(lambda: measure_kernels(model, setting, budget=budget), UserError, (UserError,))
+    measured = control().on_main(lambda: measure(config, model, setting, budget), UserError, (UserError,))
     chosen = install_kernels(model, setting, measured)
     say(chosen.summary())
     for warning in chosen.warnings:
@@ -62,10 +84,28 @@ def fuse(
     return chosen
 
 
+def measure(config: RunConfig, model: nn.Module, setting: Setting, budget: float, *, fresh: bool = False) -> Chosen:
+    """The model's own operations, and those of the update; changes nothing. fresh: measure what is known too."""
+    found = measure_kernels(model, setting, budget=budget, fresh=fresh)
+    started = time.monotonic()
+    dtype = next(model.parameters()).dtype
+    update = [
+        known_or_measured(case, setting.device_name, dtype, budget / UPDATE_SHARE, fresh)
+        for case in update_cases(model, config.optim)
+    ]
+    warnings = [text for choice in update for text in wrong_ones(choice)]
+    return replace(
+        found,
+        update=tuple(update),
+        warnings=(*found.warnings, *warnings),
+        seconds=found.seconds + time.monotonic() - started,
+    )
+
+
 def as_record(chosen: Chosen) -> dict[str, Any]:
     """For environment.json: every operation's choice, errors and timings, the candidates not used and why."""
     return {
         "seconds": chosen.seconds,
         "warnings": list(chosen.warnings),
-        "choices": [asdict(choice) for choice in chosen.choices],
+        "choices": [asdict(choice) for choice in (*chosen.choices, *chosen.update)],
     }

@@ -14,6 +14,13 @@ from headway.account.errors import UserError
 from headway.config.optim import OptimConfig
 from headway.model.parameters import decay_groups, parameter_roles
 
+IMPLEMENTATIONS: dict[str, dict[str, bool]] = {
+    "eager": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"fused": True},
+}
+"""torch's ways to compute AdamW: the same formula and the same state, in another number of passes over memory."""
+
 
 @dataclass
 class Optimizers:
@@ -59,8 +66,8 @@ class Optimizers:
                 item.step()
 
 
-def build_optimizers(module: nn.Module, config: OptimConfig) -> Optimizers:
-    """Builds the optimizer that the run file names over the parameters that train.
+def build_optimizers(module: nn.Module, config: OptimConfig, adamw: str = "fused") -> Optimizers:
+    """Builds the optimizer that the run file names over the parameters that train; `adamw`: one of IMPLEMENTATIONS.
 
     Raises:
         UserError: nothing trains, or the library that the optimizer needs is not installed.
@@ -74,18 +81,18 @@ def build_optimizers(module: nn.Module, config: OptimConfig) -> Optimizers:
         for names, weight_decay in ((decay, config.weight_decay), (plain, 0.0))
         if names
     ]
-    return _BUILDERS[config.name](module, groups, config)
+    return _BUILDERS[config.name](module, groups, config, adamw)
 
 
-def _adamw(module: nn.Module, groups: list[dict[str, Any]], config: OptimConfig) -> Optimizers:
-    return Optimizers([_fused_adamw(groups, config)], skips_on_device=True)
+def _adamw(module: nn.Module, groups: list[dict[str, Any]], config: OptimConfig, adamw: str) -> Optimizers:
+    return Optimizers([_make_adamw(groups, config, adamw)], skips_on_device=adamw == "fused")
 
 
-def _fused_adamw(groups: list[dict[str, Any]], config: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+def _make_adamw(groups: list[dict[str, Any]], config: OptimConfig, adamw: str) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, **IMPLEMENTATIONS[adamw])
 
 
-def _muon(module: nn.Module, groups: list[dict[str, Any]], config: OptimConfig) -> Optimizers:
+def _muon(module: nn.Module, groups: list[dict[str, Any]], config: OptimConfig, adamw: str) -> Optimizers:
     """Muon (Jordan, 2024; torch.optim.Muon) on the hidden layers' matrices, AdamW on embeddings, head and vectors."""
     named = dict(module.named_parameters())
     roles = parameter_roles(module)
@@ -104,10 +111,10 @@ def _muon(module: nn.Module, groups: list[dict[str, Any]], config: OptimConfig) 
         adjust_lr_fn="match_rms_adamw",
     )
     rest = [group for group in rest if group["params"]]
-    return Optimizers([muon, *([_fused_adamw(rest, config)] if rest else [])], skips_on_device=False)
+    return Optimizers([muon, *([_make_adamw(rest, config, adamw)] if rest else [])], skips_on_device=False)
 
 
-def _adamw8bit(module: nn.Module, groups: list[dict[str, Any]], config: OptimConfig) -> Optimizers:
+def _adamw8bit(module: nn.Module, groups: list[dict[str, Any]], config: OptimConfig, adamw: str) -> Optimizers:
     try:
         from torchao.optim import AdamW8bit
     except ImportError as error:
@@ -115,7 +122,7 @@ def _adamw8bit(module: nn.Module, groups: list[dict[str, Any]], config: OptimCon
     return Optimizers([AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)], skips_on_device=False)
 
 
-_BUILDERS: dict[str, Callable[[nn.Module, list[dict[str, Any]], OptimConfig], Optimizers]] = {
+_BUILDERS: dict[str, Callable[[nn.Module, list[dict[str, Any]], OptimConfig, str], Optimizers]] = {
     "adamw": _adamw,
     "muon": _muon,
     "adamw8bit": _adamw8bit,
@@ -132,13 +139,13 @@ class GradientNorms:
     grads: list[Tensor]
 
 
-def gradient_norms(module: nn.Module) -> GradientNorms:
+def gradient_norms(module: nn.Module, clipping: str = "foreach") -> GradientNorms:
     """The global norm and every parameter's own, in one pass. Sharded and whole parameters may be mixed (FSDP with
-    LoRA): each kind has its own norm, and they are combined."""
+    LoRA): each kind has its own norm, and they are combined. clipping: foreach, or eager (one call a tensor)."""
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     sharded: list[Tensor] = [grad for grad in grads if isinstance(grad, DTensor)]
     kinds = [sharded, [grad for grad in grads if not isinstance(grad, DTensor)]]
-    norms = [torch._foreach_norm(some) for some in kinds if some]
+    norms = [norms_of(some, clipping) for some in kinds if some]
     totals = [_whole(torch.linalg.vector_norm(torch.stack(some))).float() for some in norms]
     each = torch.stack([_local(norm).float() for some in norms for norm in some])
     return GradientNorms(torch.linalg.vector_norm(torch.stack(totals)), each, [g for some in kinds for g in some])
@@ -165,7 +172,25 @@ def clip_gradients(
     return total, torch.isfinite(total)
 
 
-def scale_gradients(norms: GradientNorms, clip_norm: float | None, loss_scale: Tensor | None) -> Tensor:
+def norms_of(tensors: list[Tensor], clipping: str) -> list[Tensor]:
+    """Every tensor's own norm."""
+    if clipping == "foreach":
+        return list(torch._foreach_norm(tensors))
+    return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+
+
+def scale_all(tensors: list[Tensor], factor: Tensor, clipping: str) -> None:
+    """Multiplies all by a scalar, in place."""
+    if clipping == "foreach":
+        torch._foreach_mul_(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def scale_gradients(
+    norms: GradientNorms, clip_norm: float | None, loss_scale: Tensor | None, clipping: str = "foreach"
+) -> Tensor:
     """Clips and unscales in place; returns the norm before clipping, unscaled."""
     total, factor = norms.total, None
     if loss_scale is not None:
@@ -175,7 +200,7 @@ def scale_gradients(norms: GradientNorms, clip_norm: float | None, loss_scale: T
         clip = torch.clamp(clip_norm / (total + 1e-6), max=1.0)
         factor = clip if factor is None else clip * factor
     if factor is not None:
-        torch._foreach_mul_([_local(grad) for grad in norms.grads], factor)
+        scale_all([_local(grad) for grad in norms.grads], factor, clipping)
     return total
 
 

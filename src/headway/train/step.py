@@ -54,6 +54,7 @@ class Learner:
     agree: Callable[[str | None], str | None] = _mine_alone
     before_update: Callable[[], None] | None = None
     detail: Detail | None = None
+    clipping: str = "foreach"
     sample: UpdateSample = field(init=False)
     _collectives: Collectives = field(init=False)
     _broken: BrokenGradients = field(init=False)
@@ -107,8 +108,8 @@ class Learner:
                 self.before_update()
         with self.clock.phase("compute.optimizer"):
             scale = self.scale.value.clone() if self.scale else None
-            norms = gradient_norms(self.replicas.module)
-            norm = scale_gradients(norms, self.clip_norm, scale)
+            norms = gradient_norms(self.replicas.module, self.clipping)
+            norm = scale_gradients(norms, self.clip_norm, scale, self.clipping)
             row, values = self._row(table, trained_tokens, norm, scale)
             finite = row.finite.bool()
             held = self._gate(finite, values, limits, scale) if limits is not None else None
@@ -131,7 +132,7 @@ class Learner:
         sums = self.learn(micro_batches, trained_tokens)
         table = gather(self._local(sums), self.replicas.size)
         scale = self.scale.value.clone() if self.scale else None
-        norms = gradient_norms(self.replicas.module)
+        norms = gradient_norms(self.replicas.module, self.clipping)
         norm = norms.total if scale is None else norms.total / scale
         row, _ = self._row(table, trained_tokens, norm, scale)
         self.detail = Detail(self._documents, norms.each, table)

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from headway.model.head import install_loss_head, output_head, remove_loss_head, why_no_loss_head
+from headway.model.kernels.attention import Kind, attention_case, attentions_of, use_attention
 from headway.model.kernels.cache import cache_key, cached_choice, keep_choice
 from headway.model.kernels.case import Case, Choice
 from headway.model.kernels.glu import gate_case, gated_mlps_of, use_gate
+from headway.model.kernels.layer_norm import layer_norm_case, layer_norms_of, use_layer_norm
 from headway.model.kernels.loss_case import IMPLEMENTATIONS, loss_case
 from headway.model.kernels.measure import choose
 from headway.model.kernels.norm import norm_case, norms_of, use_norm
+from headway.model.kernels.residual_norm import residual_case, residual_layers_of, use_residual_norm
 from headway.model.kernels.rotary import rotary_attentions_of, rotary_case, use_rotary
 from headway.model.kernels.whole import whole_model_differs
 
@@ -26,7 +29,10 @@ BUDGET = 15.0
 
 @dataclass(frozen=True)
 class Setting:
-    """What the shapes follow from: slots of a micro-batch, the share of them with a label, the compute type."""
+    """What the shapes follow from: slots of a micro-batch, the share of them with a label, the compute type.
+
+    lengths: of documents as they come, enough to fill a micro-batch.
+    """
 
     slots: int
     trained_share: float
@@ -36,15 +42,24 @@ class Setting:
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     compiled: bool = False  # the layers are compiled whole, which fuses what lies between their products
+    lengths: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the model runs by; `warnings` name candidates that were wrong, and what stays plain and why."""
+    """What the model runs by; `warnings` name candidates that were wrong, and what stays plain and why.
+
+    update: choices outside of the model, of the optimizer and of clipping.
+    """
 
     choices: tuple[Choice, ...]
     warnings: tuple[str, ...]
     seconds: float
+    update: tuple[Choice, ...] = ()
+
+    def of_update(self, operation: str, otherwise: str) -> str:
+        """What `operation` of the update runs by."""
+        return next((choice.chosen for choice in self.update if choice.operation == operation), otherwise)
 
     def loss_head(self) -> bool:
         """Whether slots without a label are left out of the head."""
@@ -55,14 +70,22 @@ class Chosen:
         return any(choice.chosen == "compile" for choice in self.choices)
 
     def summary(self) -> str:
-        used = ", ".join(f"{choice.operation} {choice.chosen}" for choice in self.choices) or "nothing to choose"
-        where = "from earlier measurements" if all(c.cached for c in self.choices) else f"in {self.seconds:.1f} s"
+        every = (*self.choices, *self.update)
+        used = ", ".join(f"{choice.operation} {choice.chosen}" for choice in every) or "nothing to choose"
+        where = "from earlier measurements" if all(c.cached for c in every) else f"in {self.seconds:.1f} s"
         return f"kernels: {used} (chosen {where})"
+
+
+Names = dict[str, str]
+"""Operation -> the candidate that was chosen, of those measured before."""
 
 
 @dataclass(frozen=True)
 class _Operation:
-    case: Case
+    """case: made from the choices so far, since what is to be beaten may be one of them."""
+
+    name: str
+    case: Callable[[Names], Case]
     use: Callable[[str], None]
     undo: Callable[[], None]
 
@@ -71,16 +94,13 @@ def measure_kernels(model: nn.Module, setting: Setting, *, budget: float = BUDGE
     """Chooses, and changes nothing. budget: seconds for everything not known yet; fresh: measure what is known too."""
     started = time.monotonic()
     operations, warnings = _operations(model, setting)
-    choices = []
+    choices: list[Choice] = []
     for index, operation in enumerate(operations):
         # The head comes last and is by far the dearest to measure: the others' share is left to it.
         left = (budget - (time.monotonic() - started)) / (2 if index + 1 < len(operations) else 1)
-        choice = _choice(operation.case, setting, left, fresh)
-        warnings += [
-            f"{choice.operation}: {result.name} is not used, it {result.reason}"
-            for result in choice.results
-            if result.wrong
-        ]
+        case = operation.case({each.operation: each.chosen for each in choices})
+        choice = known_or_measured(case, setting.device_name, setting.compute_dtype, left, fresh)
+        warnings += wrong_ones(choice)
         choices.append(choice)
     return Chosen(tuple(choices), tuple(warnings), time.monotonic() - started)
 
@@ -95,7 +115,7 @@ def install_kernels(model: nn.Module, setting: Setting, chosen: Chosen) -> Chose
 
     def install() -> None:
         for operation in operations:
-            operation.use(names[operation.case.operation])
+            operation.use(names[operation.name])
 
     differs = whole_model_differs(model, install, setting.device, setting.compute_dtype)
     if differs is None:
@@ -105,8 +125,15 @@ def install_kernels(model: nn.Module, setting: Setting, chosen: Chosen) -> Chose
     return replace(chosen, choices=(), warnings=(*chosen.warnings, f"nothing is fused: {differs}"))
 
 
-def _choice(case: Case, setting: Setting, budget: float, fresh: bool) -> Choice:
-    key = cache_key(case, setting.device_name, setting.compute_dtype)
+def plain_layers(model: nn.Module, setting: Setting) -> None:
+    """Takes back what was chosen between the layers' products, for layers that are compiled whole."""
+    for operation in _between_products(model, setting):
+        operation.undo()
+
+
+def known_or_measured(case: Case, device: str, dtype: torch.dtype, budget: float, fresh: bool = False) -> Choice:
+    """The choice made earlier for such a case on this device, or a new one, which is kept."""
+    key = cache_key(case, device, dtype)
     known = None if fresh else cached_choice(key)
     if known is not None:
         return known
@@ -115,8 +142,17 @@ def _choice(case: Case, setting: Setting, budget: float, fresh: bool) -> Choice:
     return choice
 
 
+def wrong_ones(choice: Choice) -> list[str]:
+    """Candidates that failed their check, by name."""
+    return [
+        f"{choice.operation}: {result.name} is not used, it {result.reason}"
+        for result in choice.results
+        if result.wrong
+    ]
+
+
 def _operations(model: nn.Module, setting: Setting) -> tuple[list[_Operation], list[str]]:
-    found: list[_Operation] = []
+    found = [_attention(kind, modules, setting) for kind, modules in attentions_of(model).items()]
     warnings: list[str] = []
     if not setting.compiled:
         found += _between_products(model, setting)
@@ -134,30 +170,65 @@ def _loss_operation(model: nn.Module, setting: Setting) -> _Operation:
     rows = max(1, round(setting.slots * setting.trained_share))
     case = loss_case(head, rows, setting.compute_dtype, setting.device, setting.z_loss, setting.label_smoothing)
     return _Operation(
-        case, lambda name: install_loss_head(model, IMPLEMENTATIONS[name]), lambda: remove_loss_head(model)
+        "linear_loss",
+        lambda names: case,
+        lambda name: install_loss_head(model, IMPLEMENTATIONS[name]),
+        lambda: remove_loss_head(model),
     )
+
+
+def _attention(kind: Kind, modules: list[nn.Module], setting: Setting) -> _Operation:
+    def case(names: Names) -> Case:
+        return attention_case(kind, setting.slots, setting.lengths, setting.compute_dtype, setting.device)
+
+    return _Operation(kind.name(), case, lambda name: use_attention(modules, name), lambda: use_attention(modules, ""))
 
 
 def _between_products(model: nn.Module, setting: Setting) -> list[_Operation]:
     found = []
+    slots, dtype, device = setting.slots, setting.compute_dtype, setting.device
     # Under autocast the residual stream stays in the parameters' type, and the norms with it.
     stream = next(model.parameters()).dtype
     if norms := norms_of(model):
-        case = norm_case(norms[0], setting.slots, stream, setting.device)
-        found.append(_operation(case, norms, use_norm))
+        found.append(_operation("rms_norm", lambda names: norm_case(norms[0], slots, stream, device), norms, use_norm))
+    if layers := residual_layers_of(model, norms):
+        found.append(
+            _operation(
+                "residual_norm",
+                lambda names: residual_case(norms[0], names["rms_norm"], slots, stream, dtype, device),
+                layers,
+                use_residual_norm,
+            )
+        )
+    if plain_norms := layer_norms_of(model):
+        found.append(
+            _operation(
+                "layer_norm",
+                lambda names: layer_norm_case(plain_norms[0], slots, stream, device),
+                plain_norms,
+                use_layer_norm,
+            )
+        )
     if mlps := gated_mlps_of(model):
-        case = gate_case(mlps[0], setting.slots, setting.compute_dtype, setting.device)
-        found.append(_operation(case, mlps, use_gate))
+        found.append(_operation("gated_mlp", lambda names: gate_case(mlps[0], slots, dtype, device), mlps, use_gate))
     attentions = rotary_attentions_of(model)
     if attentions and (sizes := _heads(attentions[0])):
         heads, head_dim = sizes
-        case = rotary_case(attentions[0], heads, head_dim, setting.slots, setting.compute_dtype, setting.device)
-        found.append(_operation(case, attentions, use_rotary))
+        found.append(
+            _operation(
+                "rotary",
+                lambda names: rotary_case(attentions[0], heads, head_dim, slots, dtype, device),
+                attentions,
+                use_rotary,
+            )
+        )
     return found
 
 
-def _operation(case: Case, modules: list[nn.Module], use: Callable[[list[nn.Module], str], None]) -> _Operation:
-    return _Operation(case, lambda name: use(modules, name), lambda: use(modules, "eager"))
+def _operation(
+    name: str, case: Callable[[Names], Case], modules: list[Any], use: Callable[[list[Any], str], None]
+) -> _Operation:
+    return _Operation(name, case, lambda chosen: use(modules, chosen), lambda: use(modules, "eager"))
 
 
 def _heads(module: Any) -> tuple[tuple[int, int], int] | None:

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -44,13 +45,13 @@ def gate_case(module: nn.Module, rows: int, dtype: torch.dtype, device: torch.de
         pair = [torch.randn(count, width, generator=generator).to(device, dtype) for _ in range(2)]
         return pair[0].requires_grad_(), pair[1].requires_grad_()
 
-    def silu_only() -> str | None:
-        return None if is_silu(act) else f"it computes SwiGLU only, not {type(act).__name__}"
+    def known_only() -> str | None:
+        return None if is_silu(act) or is_gelu(act) else f"it knows SiLU and tanh GELU, not {type(act).__name__}"
 
     candidates = [
         Candidate("eager", eager_gate(act)),
-        Candidate("lean", lean_gate, silu_only),
-        Candidate("liger", liger_gate, lambda: silu_only() or missing_on_gpu("liger_kernel", "liger-kernel")),
+        Candidate("lean", lean_gate(act), known_only),
+        Candidate("liger", liger_gate(act), lambda: known_only() or missing_on_gpu("liger_kernel", "liger-kernel")),
         Candidate("compile", compiled_gate(act), compiles=True),
     ]
     return Case("gated_mlp", f"{rows}x{width} {type(act).__name__}", candidates, inputs, rows, min(rows, 256))
@@ -62,8 +63,8 @@ def use_gate(modules: list[nn.Module], name: str) -> None:
         module.__dict__.pop("forward", None)
         if name == "eager":
             continue
-        gate = {"lean": lean_gate, "liger": liger_gate}.get(name) or compiled_gate(module.act_fn)
-        module.__dict__["forward"] = _bound(module, gate)
+        makers = {"lean": lean_gate, "liger": liger_gate}
+        module.__dict__["forward"] = _bound(module, makers.get(name, compiled_gate)(module.act_fn))  # type: ignore[arg-type]
 
 
 def _bound(module: Any, gate: Gate) -> Callable[[Tensor], Tensor]:
@@ -74,28 +75,45 @@ def eager_gate(act: Callable[[Tensor], Tensor]) -> Gate:
     return lambda gate, up: act(gate) * up
 
 
-def lean_gate(gate: Tensor, up: Tensor) -> Tensor:
-    """Ours: SwiGLU that keeps only its two inputs for backward (a third less memory than the plain one)."""
-    found: Any = _LeanGate.apply(gate, up)
-    return found
+def lean_gate(act: Callable[[Tensor], Tensor]) -> Gate:
+    """Ours: keeps only its two inputs for backward (a third less memory than the plain one)."""
+    approximate = None if is_silu(act) else "tanh"
+
+    def gate_of(gate: Tensor, up: Tensor) -> Tensor:
+        found: Any = _LeanGate.apply(gate, up, approximate)
+        return found
+
+    return gate_of
 
 
 class _LeanGate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: str | None) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return torch.nn.functional.silu(gate).mul_(up)
+        ctx.gelu = gelu
+        return _act(gate, gelu).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         gate, up = ctx.saved_tensors
-        grad_up = torch.nn.functional.silu(gate).mul_(grad)
-        return torch.ops.aten.silu_backward(grad * up, gate), grad_up
+        grad_up, wide = _act(gate, ctx.gelu).mul_(grad), grad * up
+        if ctx.gelu is None:
+            return torch.ops.aten.silu_backward(wide, gate), grad_up, None
+        return torch.ops.aten.gelu_backward(wide, gate, approximate=ctx.gelu), grad_up, None
 
 
-def liger_gate(gate: Tensor, up: Tensor) -> Tensor:
-    return importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction.apply(gate, up)
+def _act(gate: Tensor, gelu: str | None) -> Tensor:
+    return F.silu(gate) if gelu is None else F.gelu(gate, approximate=gelu)
+
+
+def liger_gate(act: Callable[[Tensor], Tensor]) -> Gate:
+    module, function = ("swiglu", "LigerSiLUMulFunction") if is_silu(act) else ("geglu", "LigerGELUMulFunction")
+
+    def gate_of(gate: Tensor, up: Tensor) -> Tensor:
+        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply(gate, up)
+
+    return gate_of
 
 
 @lru_cache(maxsize=4)
@@ -105,4 +123,10 @@ def compiled_gate(act: Callable[[Tensor], Tensor]) -> Gate:
 
 def is_silu(act: Any) -> bool:
     x = torch.linspace(-4, 4, 9)
-    return bool(torch.allclose(act(x), torch.nn.functional.silu(x)))
+    return bool(torch.allclose(act(x), F.silu(x)))
+
+
+def is_gelu(act: Any) -> bool:
+    """GELU by tanh (Hendrycks and Gimpel, arXiv:1606.08415), as Gemma has it; the exact one is another function."""
+    x = torch.linspace(-4, 4, 9)
+    return bool(torch.allclose(act(x), F.gelu(x, approximate="tanh"), rtol=1e-6, atol=1e-7))

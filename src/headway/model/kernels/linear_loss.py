@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,12 +11,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headway.data.batch import IGNORE
+from headway.model.kernels.triton_kernels import triton_cross_entropy
 from headway.model.loss import loss_sum
+
+Rows = Callable[[Tensor, Tensor, float, float, bool], Tensor]
+"""(logits [n, V], labels [n], z_loss, smoothing, gradient) -> wide [2]: sums of objective and nll over the rows; with
+`gradient`, the logits are overwritten with their gradient."""
 
 CHUNK_ELEMENTS = 1 << 28
 CHUNK_ELEMENTS_CPU = 1 << 25
 """Logits of one chunk: on an accelerator 1 GiB in float32 (few launches), on a CPU 128 MiB (rows enough for the matrix
 product to run at its peak)."""
+CHUNK_ELEMENTS_TRITON = 1 << 29
+"""The same memory where nothing is copied in float32: 1 GiB in bfloat16."""
 CACHED_ELEMENTS_CPU = 1 << 18
 """Logits that the softmax turns into their gradient at a time on a CPU: 1 MiB stays in its cache between the passes."""
 
@@ -38,11 +46,36 @@ def chunked_linear_loss(
     Returns (loss, nll) as `loss_sum`: sums over trained tokens; nll carries no gradient. Nothing is computed that needs
     no gradient (a frozen head, evaluation). The idea is Liger's (Hsu et al., arXiv:2410.10989, section 3.2).
     """
+    chunk = CHUNK_ELEMENTS_CPU if hidden.device.type == "cpu" else CHUNK_ELEMENTS
+    return _by_chunks(hidden, weight, bias, labels, z_loss, label_smoothing, _loss_and_gradient, chunk)
+
+
+def triton_linear_loss(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, z_loss: float, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """`chunked_linear_loss` with softmax, loss and gradient of a chunk in one Triton kernel, and so larger chunks:
+    fewer of the products that add up the weight's gradient."""
+    chunk = CHUNK_ELEMENTS_TRITON
+    return _by_chunks(hidden, weight, bias, labels, z_loss, label_smoothing, triton_cross_entropy, chunk)
+
+
+def _by_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    z_loss: float,
+    label_smoothing: float,
+    rows: Rows,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     with torch.autocast(kind, enabled=False):
         wanted = torch.is_grad_enabled()
-        loss, nll = _LinearLoss.apply(hidden.to(dtype), weight, bias, labels, z_loss, label_smoothing, wanted)
+        loss, nll = _LinearLoss.apply(
+            hidden.to(dtype), weight, bias, labels, z_loss, label_smoothing, wanted, rows, chunk
+        )
     return loss, nll
 
 
@@ -57,6 +90,8 @@ class _LinearLoss(torch.autograd.Function):
         z_loss: float,
         label_smoothing: float,
         grads_wanted: bool,
+        rows_loss: Rows,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         needs = [grads_wanted and need for need in ctx.needs_input_grad[:3]]
@@ -67,10 +102,10 @@ class _LinearLoss(torch.autograd.Function):
             torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs[1] else None,
             torch.zeros(bias.shape, dtype=wide, device=bias.device) if bias is not None and needs[2] else None,
         ]
-        for rows in range(0, len(hidden), step := _rows(weight.shape[0], hidden.device)):
+        for rows in range(0, len(hidden), step := max(1, chunk // weight.shape[0])):
             part = slice(rows, rows + step)
             logits = F.linear(hidden[part], cast, cast_bias)
-            sums += _loss_and_gradient(logits, labels[part], z_loss, label_smoothing, any(needs))
+            sums += rows_loss(logits, labels[part], z_loss, label_smoothing, any(needs))
             # `logits` is now their gradient.
             if grads[0] is not None:
                 torch.mm(logits, cast, out=grads[0][part])
@@ -92,11 +127,7 @@ class _LinearLoss(torch.autograd.Function):
             None if grad is None else grad.mul_(grad_loss).to(dtype)
             for grad, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
-        return (*scaled, None, None, None, None)
-
-
-def _rows(vocabulary: int, device: torch.device) -> int:
-    return max(1, (CHUNK_ELEMENTS_CPU if device.type == "cpu" else CHUNK_ELEMENTS) // vocabulary)
+        return (*scaled, None, None, None, None, None, None)
 
 
 def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:

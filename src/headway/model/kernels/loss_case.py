@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headway.data.batch import IGNORE
 from headway.model.head import LinearLoss
 from headway.model.kernels.case import Candidate, Case
-from headway.model.kernels.linear_loss import chunked_linear_loss, eager_linear_loss
+from headway.model.kernels.linear_loss import chunked_linear_loss, eager_linear_loss, triton_linear_loss
 from headway.model.kernels.peers_linear_loss import (
     cut_cannot,
     cut_linear_loss,
@@ -20,10 +20,12 @@ from headway.model.kernels.peers_linear_loss import (
     torch_cannot,
     torch_linear_loss,
 )
+from headway.model.kernels.triton_kernels import triton_cannot
 
 IMPLEMENTATIONS: dict[str, LinearLoss] = {
     "eager": eager_linear_loss,
     "chunked": chunked_linear_loss,
+    "triton": triton_linear_loss,
     "torch": torch_linear_loss,
     "liger": liger_linear_loss,
     "cut": cut_linear_loss,
@@ -69,6 +71,7 @@ def loss_case(
     candidates = [
         Candidate("eager", call("eager")),
         Candidate("chunked", call("chunked")),
+        Candidate("triton", call("triton"), triton_cannot),
         Candidate("torch", call("torch"), partial(torch_cannot, **modes)),
         Candidate("liger", call("liger"), partial(liger_cannot, **modes)),
         Candidate("cut", call("cut"), partial(cut_cannot, **modes)),

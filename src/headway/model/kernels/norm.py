@@ -22,7 +22,7 @@ Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 def norms_of(model: nn.Module) -> list[nn.Module]:
     """RMS norms over the hidden size: all of the class that most modules named like one have."""
-    found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and _eps(m) is not None]
+    found = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and eps_of(m) is not None]
     found = [m for m in found if isinstance(getattr(m, "weight", None), Tensor) and m.weight.ndim == 1]
     if not found:
         return []
@@ -33,9 +33,9 @@ def norms_of(model: nn.Module) -> list[nn.Module]:
 
 def norm_case(module: nn.Module, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
     """The module's own computation is the reference: a norm that scales by 1 + weight, say, fits no other candidate."""
-    width, eps = int(module.weight.shape[0]), _eps(module)  # type: ignore[index]
+    width, eps = int(module.weight.shape[0]), eps_of(module)  # type: ignore[index]
     assert eps is not None
-    own = _own(module)
+    own = own_norm(module)
 
     def call(function: Norm) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda x, weight: function(x, weight, eps)
@@ -58,13 +58,17 @@ def norm_case(module: nn.Module, rows: int, dtype: torch.dtype, device: torch.de
 
 def use_norm(modules: list[nn.Module], name: str) -> None:
     """Replaces the forward of these instances (no class, no other model); `eager` gives them their own back."""
-    functions: dict[str, Norm] = {"torch": torch_norm, "lean": lean_norm, "liger": liger_norm}
     for module in modules:
         module.__dict__.pop("forward", None)
         if name == "eager":
             continue
-        function, eps = functions.get(name) or _compiled(), _eps(module)
-        module.__dict__["forward"] = _bound(function, module, float(eps))  # type: ignore[arg-type]
+        eps = eps_of(module)
+        module.__dict__["forward"] = _bound(norm_by_name(name), module, float(eps))  # type: ignore[arg-type]
+
+
+def norm_by_name(name: str) -> Norm:
+    functions: dict[str, Norm] = {"torch": torch_norm, "lean": lean_norm, "liger": liger_norm, "eager": plain_norm}
+    return functions.get(name) or _compiled()
 
 
 def _bound(function: Norm, module: nn.Module, eps: float) -> Callable[[Tensor], Tensor]:
@@ -110,24 +114,24 @@ def liger_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return function.apply(x, weight, eps, 0.0, "llama", False)
 
 
-def _plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def plain_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps))).to(x.dtype)
 
 
 @lru_cache(maxsize=1)
 def _compiled() -> Norm:
-    return torch.compile(_plain, dynamic=False)
+    return torch.compile(plain_norm, dynamic=False)
 
 
-def _own(module: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+def own_norm(module: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     # A copy, without a replaced forward, lets the weight be an input without touching the model.
     twin = copy.copy(module)
     twin.__dict__ = {key: value for key, value in module.__dict__.items() if key != "forward"}
     return lambda x, weight: torch.func.functional_call(twin, {"weight": weight}, (x,))
 
 
-def _eps(module: nn.Module) -> float | None:
+def eps_of(module: nn.Module) -> float | None:
     for name in ("variance_epsilon", "eps"):
         value = getattr(module, name, None)
         if isinstance(value, float):

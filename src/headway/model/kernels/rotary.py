@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.lookup import innermost, looks_up
 from headway.model.kernels.peers_linear_loss import missing_on_gpu
 
 Rotary = Callable[..., tuple[Tensor, Tensor]]
@@ -22,21 +23,22 @@ _NAME = "apply_rotary_pos_emb"
 
 
 def rotary_attentions_of(model: nn.Module) -> list[nn.Module]:
-    """Attention modules whose forward looks `apply_rotary_pos_emb` up in its own file, and calls it plainly."""
-    return [module for module in model.modules() if _calls(module)]
+    """Attention modules whose forward looks `apply_rotary_pos_emb` up in its own file, where that turns halves."""
+    return [module for module in model.modules() if looks_up(module, _NAME) and _turns_halves(own_rotary(module))]
 
 
-def _calls(module: nn.Module) -> bool:
-    forward = _innermost(type(module).forward)
-    return (
-        isinstance(forward, types.FunctionType) and _NAME in forward.__code__.co_names and _NAME in forward.__globals__
+def _turns_halves(function: Rotary) -> bool:
+    """Some families have tables of half the width, or other arguments (gpt-oss): nothing here fits them."""
+    q, k = torch.arange(48.0).view(1, 2, 3, 8), torch.arange(24.0).view(1, 1, 3, 8)
+    angle = torch.arange(12.0).view(1, 3, 4).repeat(1, 1, 2)
+    try:
+        found = function(q, k, angle.cos(), angle.sin())
+    except Exception:  # it takes other arguments, or other shapes
+        return False
+    return all(
+        torch.allclose(one, other, atol=1e-4)
+        for one, other in zip(found, _plain(q, k, angle.cos(), angle.sin()), strict=True)
     )
-
-
-def _innermost(forward: Any) -> Any:
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return forward
 
 
 def rotary_case(
@@ -55,7 +57,7 @@ def rotary_case(
         return missing_on_gpu("liger_kernel", "liger-kernel")
 
     candidates = [
-        Candidate("eager", _own(module)),
+        Candidate("eager", own_rotary(module)),
         Candidate("lean", lean_rotary),
         Candidate("liger", liger_rotary, liger_cannot),
         Candidate("compile", _compiled(), compiles=True),
@@ -76,7 +78,7 @@ def use_rotary(modules: list[nn.Module], name: str) -> None:
 
 def _rebound(forward: Any, function: Rotary) -> Any:
     """A copy of the (possibly decorated) forward whose innermost function sees `function` under the plain name."""
-    inner = _innermost(forward)
+    inner = innermost(forward)
     copy = types.FunctionType(
         inner.__code__, {**inner.__globals__, _NAME: function}, inner.__name__, inner.__defaults__, inner.__closure__
     )
@@ -137,6 +139,6 @@ def _compiled() -> Rotary:
     return torch.compile(_plain, dynamic=False)
 
 
-def _own(module: nn.Module) -> Rotary:
-    function: Rotary = _innermost(type(module).forward).__globals__[_NAME]
+def own_rotary(module: nn.Module) -> Rotary:
+    function: Rotary = innermost(type(module).forward).__globals__[_NAME]
     return function
