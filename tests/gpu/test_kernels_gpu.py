@@ -25,7 +25,10 @@ def test_no_candidate_is_wrong_and_the_model_stays_the_same(dtype, tmp_path, mon
     with torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):
         before = float(forward_loss(model, batch).loss.detach())
         measured = measure_kernels(model, setting, budget=60)
-        wrong = [(c.operation, r.name, r.reason) for c in measured.choices for r in c.results if r.wrong]
+        # FlexAttention's float32 products may run in TF32: not used then, and named.
+        exact = {"flex"} if dtype == torch.float32 else set()
+        results = [(c.operation, r) for c in measured.choices for r in c.results if r.name not in exact]
+        wrong = [(operation, r.name, r.reason) for operation, r in results if r.wrong]
         assert not wrong
         assert install_kernels(model, setting, measured).loss_head()
         after = float(forward_loss(model, batch).loss.detach())
