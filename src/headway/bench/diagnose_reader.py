@@ -167,24 +167,47 @@ def _one(interpreter: str, program: str, path: Path, name: str) -> dict[str, flo
     return value
 
 
-# Imports are not timed; children's time counts.
+# Imports are not timed; children's time counts. Resident is the most that it can have been: what processes share counts
+# once for each of them.
 _FRAME = """
 import json, resource, sys, time
 from pathlib import Path
 path = Path(sys.argv[1])
+workers = 1
 {setup}
 began, used = time.perf_counter(), time.process_time()
 {work}
 own, children = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 print(json.dumps({{"wall": time.perf_counter() - began, "cpu": time.process_time() - used + children.ru_utime +
-children.ru_stime, "resident": 1024 * (own.ru_maxrss + children.ru_maxrss)}}))
+children.ru_stime, "resident": 1024 * (own.ru_maxrss + workers * children.ru_maxrss)}}))
 """
 _PROGRAMS = {
-    "headway": _FRAME.format(setup="from headway.diagnose.job import read_job", work="read_job([path])"),
-    # The least that any reader of these records can do: the same stretches decoded and dropped.
+    "headway": _FRAME.format(
+        setup="""from headway.diagnose.decoding import worth
+from headway.diagnose.job import read_job
+workers = worth(path)""",
+        work="read_job([path])",
+    ),
+    # The least that any reader of these records can do: the same stretches decoded and dropped, on one core.
     "msgspec": _FRAME.format(
-        setup="from headway.diagnose.source import Source\nfrom headway.diagnose.splitting import Splitter",
-        work="for _ in Splitter(Source(path)): pass",
+        setup="""from headway.diagnose.piece import Piece
+from headway.diagnose.records import UNDECODABLE, decode_list
+from headway.diagnose.source import Source
+from headway.diagnose.splitting import Splitter
+
+class Decode:
+    depth = 1
+
+    def submit(self, stretch):
+        return b"".join((b"[", b"".join(stretch).strip(b" \\t\\r\\n,"), b"]"))
+
+    def result(self, text):
+        try:
+            decode_list(text)
+        except UNDECODABLE:
+            return None
+        return Piece()""",
+        work="for _ in Splitter(Source(path)).pieces(Decode()): pass",
     ),
     # Its own entry: parse, then the breakdown that it calls temporal.
     PEER: _FRAME.format(

@@ -29,10 +29,12 @@ class Options:
     Attributes:
         window: ``auto`` (steps where the trace has them), ``steps`` or ``gpu``.
         comm_kernels: regular expressions of further communication kernels.
+        workers: processes that decode beside this one; None for as many as a file is worth.
     """
 
     window: str = "auto"
     comm_kernels: tuple[str, ...] = ()
+    workers: int | None = None
 
     def __post_init__(self) -> None:
         if self.window not in WINDOWS:
@@ -44,7 +46,7 @@ def read_job(paths: Sequence[Path], options: Options = Options()) -> JobFacts:
 
     Several files are taken as the ranks of one job, and compared.
     """
-    return job_of((read_any(path) for path in paths), options)
+    return job_of((read_any(path, options.workers) for path in paths), options)
 
 
 def job_of(traces: Iterable[Trace], options: Options = Options()) -> JobFacts:
@@ -63,9 +65,9 @@ def job_of(traces: Iterable[Trace], options: Options = Options()) -> JobFacts:
     )
 
 
-def read_any(path: Path) -> Trace:
+def read_any(path: Path, workers: int | None = None) -> Trace:
     """A trace of any kind: Kineto or Chrome JSON, or a Nsight Systems export."""
-    return read_nsight(path) if is_sqlite(path) else read_trace(path)
+    return read_nsight(path) if is_sqlite(path) else read_trace(path, workers)
 
 
 def rank_facts(trace: Trace, comm: re.Pattern[str], options: Options) -> RankFacts:

@@ -56,27 +56,27 @@ def innermost_open(at: Int64, thread: Int32, start: Int64, end: Int64, on_thread
 
 
 def _innermost(at: Int64, rows: Int64, start: Int64, end: Int64) -> Int64:
-    """One thread. Where slices nest, the innermost open one is the last to begin at the depth that is open then."""
+    """One thread: from the last to begin outwards, as long as what was come to has ended already."""
     lasting = end > start
     rows, start, end = rows[lasting], start[lasting], end[lasting]
-    ends = np.sort(end)
-    depth = np.arange(1, len(start) + 1) - np.searchsorted(ends, start, "right")
-    wanted = np.searchsorted(start, at, "right") - np.searchsorted(ends, at, "right")
-    found = np.full(len(at), NONE, np.int64)
-    for level in np.unique(wanted[wanted > 0]).tolist():
-        moments = np.flatnonzero(wanted == level)
-        there = np.flatnonzero(depth == level)
-        if len(there):
-            last = np.searchsorted(start[there], at[moments], "right") - 1
-            found[moments] = np.where(last >= 0, there[np.maximum(last, 0)], NONE)
-    for moment in np.flatnonzero((wanted > 0) & ((found == NONE) | (end[found] <= at))).tolist():
-        found[moment] = _innermost_crossing(int(at[moment]), start, end)
+    if not len(rows):
+        return np.full(len(at), NONE, np.int64)
+    outer = _ends_later(end)
+    found = np.searchsorted(start, at, "right") - 1
+    left = np.flatnonzero(found != NONE)
+    while len(left := left[end[found[left]] <= at[left]]):
+        found[left] = outer[found[left]]
+        left = left[found[left] != NONE]
     return np.where(found != NONE, rows[found], NONE)
 
 
-def _innermost_crossing(at: int, start: Int64, end: Int64) -> int:
-    """The same where slices cross: the latest to begin of those still open."""
-    for row in range(int(np.searchsorted(start, at, "right")) - 1, -1, -1):
-        if end[row] > at:
-            return row
-    return NONE
+def _ends_later(end: Int64) -> Int64:
+    """The nearest slice before each one that ends later than it does, NONE where there is none: what encloses it, and
+    where slices cross what it cannot hide."""
+    before = np.arange(-1, len(end) - 1)
+    left = np.arange(1, len(end))
+    # All between `before` and a slice end no later than it, so its own `before` may be skipped to.
+    while len(left := left[end[before[left]] <= end[left]]):
+        before[left] = before[before[left]]
+        left = left[before[left] != NONE]
+    return before

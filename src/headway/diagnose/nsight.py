@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.account.errors import UserError
-from headway.diagnose.columns import KERNEL, MEMCPY, MEMSET, Index
 from headway.diagnose.facts import NONE, Damage, HostEvents, HostKind
+from headway.diagnose.piece import KERNEL, MEMCPY, MEMSET, Index
 from headway.diagnose.trace import GpuTable, Trace
 
 MAGIC = b"SQLite format 3\0"

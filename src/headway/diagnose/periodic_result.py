@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headway.account.errors import UserError
 from headway.diagnose.diagnosis import diagnose_job, trace_line
-from headway.diagnose.job import read_job
+from headway.diagnose.job import Options, read_job
 from headway.record.files import write_json
 
 DIAGNOSIS = "diagnosis.json"
@@ -17,7 +17,7 @@ def write_diagnosis(folder: Path, paths: Sequence[Path], world_size: int) -> Pat
     """Diagnoses the ranks' traces and writes diagnosis.json; a trace that cannot be read is said there too."""
     target = folder / DIAGNOSIS
     try:
-        diagnosis = diagnose_job(read_job(paths))
+        diagnosis = diagnose_job(read_job(paths, Options(workers=0)))  # the cores belong to the training beside it
     except UserError as error:
         write_json(target, {"version": 1, "trace_line": {"note": str(error)}})
         return target

@@ -123,6 +123,12 @@ def _bites(inflate: zlib._Decompress, feed: bytes) -> Iterator[bytes]:
         return
 
 
+def is_gzip(path: Path) -> bool:
+    """By the first bytes. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(2) == _GZIP
+
+
 def without_bom(text: bytes) -> bytes:
     for bom in _BOMS:
         text = text.removeprefix(bom)

@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.account.errors import UserError
-from headway.diagnose.columns import Columns, CommArgs
+from headway.diagnose.columns import Columns
+from headway.diagnose.decoding import decoder_for
 from headway.diagnose.facts import Damage, HostEvents, HostKind, Int8, Int32, Int64
+from headway.diagnose.piece import CommArgs
 from headway.diagnose.source import Source
 from headway.diagnose.splitting import Splitter
 
@@ -29,7 +31,7 @@ class GpuTable:
     start: Int64
     end: Int64
     name: Int32
-    code: Int8  # columns.KERNEL, MEMCPY, MEMSET
+    code: Int8  # piece.KERNEL, MEMCPY, MEMSET
     device: Int32
     stream: Int32
     correlation: Int64
@@ -61,11 +63,13 @@ class Trace:
         return base if isinstance(base, int) and abs(base) < 2**62 else 0
 
 
-def read_trace(path: Path) -> Trace:
-    """Reads a Kineto or Chrome trace, plain or gzip. Raises UserError where it holds nothing to account."""
+def read_trace(path: Path, workers: int | None = None) -> Trace:
+    """Reads a Kineto or Chrome trace, plain or gzip, with `workers` processes beside this one (None: as the file is
+    worth). Raises UserError where it holds nothing to account."""
     splitter, columns = Splitter(Source(path)), Columns()
-    for text, records in splitter:
-        columns.add(records, text)
+    with decoder_for(path, workers) as decoder:
+        for piece in splitter.pieces(decoder):
+            columns.add(piece)
     lost, mended = splitter.losses.lost, splitter.losses.mended
     gpu, kept_gpu = _gpu_table(columns, lost)
     host, kept_host = _host_table(columns, lost)
@@ -144,7 +148,7 @@ def _host_table(columns: Columns, lost: Counter[str]) -> tuple[HostEvents, Int64
     table = columns.host
     start, duration = table.joined("start", np.int64), table.joined("duration", np.int64)
     kept = _possible(start, duration, columns, lost, "host event")
-    order = kept[np.lexsort((-duration[kept], start[kept]))]
+    order = kept[_outer_first(start[kept], duration[kept])]
     start = start[order]
     return HostEvents(
         start=start,
@@ -156,6 +160,16 @@ def _host_table(columns: Columns, lost: Counter[str]) -> tuple[HostEvents, Int64
         shapes=table.joined("shapes", np.int32)[order],
         types=table.joined("types", np.int32)[order],
     ), order
+
+
+def _outer_first(start: Int64, duration: Int64) -> Int64:
+    """Rows by start; of those that start together the longest first (in file order where equal)."""
+    order = np.argsort(start, kind="stable")
+    tied = start[order[1:]] == start[order[:-1]]
+    together = np.flatnonzero(np.append(tied, False) | np.append(False, tied))
+    rows = order[together]
+    order[together] = rows[np.lexsort((-duration[rows], start[rows]))]
+    return order
 
 
 def _possible(start: Int64, duration: Int64, columns: Columns, lost: Counter[str], what: str) -> Int64:

@@ -1,0 +1,164 @@
+"""Who turns stretches of JSON into pieces: this process, or a few forked ones beside it, with the same result."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from headway.diagnose.piece import Piece, piece_of
+from headway.diagnose.records import UNDECODABLE, decode_list
+from headway.diagnose.source import is_gzip
+
+SPACE = b" \t\r\n"
+_SLOT = 2 << 20  # bytes of a stretch that a process is handed; longer ones are decoded here
+_PIPE = 1 << 20  # so that a process need not wait with its piece until it is wanted
+_MOST_WORKERS = 6  # one process cuts for about so many
+_WORTH_PLAIN, _WORTH_GZIP = 48 << 20, 4 << 20  # bytes of a file for which processes are worth their start
+
+
+Stretch = tuple[bytes | memoryview, ...]
+"""JSON text in parts that follow each other."""
+
+
+def sound_piece(stretch: Stretch) -> Piece | None:
+    """The events of a stretch, None where any of it is no JSON."""
+    text = b"".join((b"[", b"".join(stretch).strip(SPACE + b","), b"]"))
+    try:
+        records = decode_list(text)
+    except UNDECODABLE:
+        return None
+    return piece_of(records, text)
+
+
+class Decoder(Protocol):
+    """Takes up to `depth` stretches ahead. `result` is asked for once for each ticket, in the order of `submit`."""
+
+    depth: int
+
+    def submit(self, stretch: Stretch) -> Any: ...
+
+    def result(self, ticket: Any) -> Piece | None: ...
+
+
+class Here:
+    """Decodes in this process, when asked."""
+
+    depth = 1
+
+    def submit(self, stretch: Stretch) -> Stretch:
+        return stretch
+
+    def result(self, ticket: Stretch) -> Piece | None:
+        return sound_piece(ticket)
+
+
+class Pool:
+    """Forked processes that take stretches in turn from memory shared with them.
+
+    A process that dies (out of memory) costs time, never an event: its stretches are decoded here.
+    """
+
+    def __init__(self, workers: int, slot: int = _SLOT) -> None:
+        self.depth = 2 * workers + 1
+        self._slot = slot
+        self._shared = mmap.mmap(-1, self.depth * slot)
+        self._ends: list[tuple[Connection, Connection]] = []  # (to a worker, from it)
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._given = 0
+        fork = multiprocessing.get_context("fork")
+        for _ in range(workers):
+            their_in, my_out = fork.Pipe(duplex=False)
+            my_in, their_out = fork.Pipe(duplex=False)
+            with contextlib.suppress(OSError, AttributeError):
+                fcntl.fcntl(their_out.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
+            self._ends.append((my_out, my_in))
+            mine = [end for pair in self._ends for end in pair]
+            process = fork.Process(target=_work, args=(their_in, their_out, mine, self._shared), daemon=True)
+            process.start()
+            their_in.close()
+            their_out.close()
+            self._processes.append(process)
+
+    def submit(self, stretch: Stretch) -> tuple[int, Stretch]:
+        """A ticket: the worker (-1 for none) and the text."""
+        worker, slot = self._given % len(self._ends), self._given % self.depth
+        self._given += 1
+        length = sum(map(len, stretch))
+        if length > self._slot:
+            return -1, stretch
+        at = slot * self._slot
+        for part in stretch:
+            self._shared[at : at + len(part)] = part
+            at += len(part)
+        try:
+            self._ends[worker][0].send((slot * self._slot, length))
+        except OSError:
+            return -1, stretch
+        return worker, stretch
+
+    def result(self, ticket: tuple[int, Stretch]) -> Piece | None:
+        worker, stretch = ticket
+        if worker >= 0:
+            with contextlib.suppress(EOFError, OSError):
+                piece: Piece | None = self._ends[worker][1].recv()
+                return piece
+        return sound_piece(stretch)
+
+    def close(self) -> None:
+        for ends in self._ends:
+            for end in ends:
+                end.close()
+        for process in self._processes:
+            process.join(1.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._shared.close()
+
+
+def _work(requests: Connection, results: Connection, others: list[Connection], shared: mmap.mmap) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's end closes the pipes
+    for end in others:
+        end.close()
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            at, length = requests.recv()
+            results.send(sound_piece((shared[at : at + length],)))
+
+
+@contextlib.contextmanager
+def decoder_for(path: Path, workers: int | None = None) -> Iterator[Decoder]:
+    """Processes where the file is large enough to be worth them, this process else. `workers`: so many, whatever the
+    file; 0 for none."""
+    count = worth(path) if workers is None else workers
+    if not count:
+        yield Here()
+        return
+    pool = Pool(count)
+    try:
+        yield pool
+    finally:
+        pool.close()
+
+
+def worth(path: Path) -> int:
+    """How many processes a file is worth. Forking is safe where this process has one thread and may have children."""
+    if sys.platform != "linux" or threading.active_count() > 1 or multiprocessing.current_process().daemon:
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    try:
+        size = path.stat().st_size
+        worth = size >= (_WORTH_GZIP if is_gzip(path) else _WORTH_PLAIN)
+    except OSError:  # the reader says what is wrong with it
+        return 0
+    return min(cores, _MOST_WORKERS) if worth and cores > 1 else 0
