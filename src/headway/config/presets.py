@@ -30,6 +30,7 @@ PRESETS: MappingProxyType[str, MappingProxyType[str, Any]] = MappingProxyType(
                 "data.pack": "best_fit",
                 "data.prefetch": 2,
                 "train.precision": "auto",
+                "train.compile": "auto",
             }
         ),
     }

@@ -80,10 +80,11 @@ class TrainConfig(Section):
         "its product runs in the compute type.",
         json_schema_extra=marks(identity=True, allowed="a list of name patterns, e.g. [*norm*, *.mlp.down_proj]"),
     )
-    compile: bool = Field(
+    compile: bool | Literal["auto"] = Field(
         default=False,
-        description="Compile the model's layers with torch.compile; off because the first step then takes up "
-        "to minutes.",
+        description="Compile the model's layers with torch.compile; `auto` measures one layer both ways and compiles "
+        "where the run is long enough to win the time back; off because the first step then takes up to minutes.",
+        json_schema_extra=marks(allowed="true, false or auto"),
     )
 
     @model_validator(mode="after")

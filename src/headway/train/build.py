@@ -35,7 +35,7 @@ from headway.guard.ranks import RankEnv, restart_of
 from headway.guard.signals import StopRequest
 from headway.guard.tiers import Tiers
 from headway.model.isolation import prove_isolation
-from headway.model.kernels.choose import Chosen
+from headway.model.kernels.choose import Chosen, fused_layers, plain_layers
 from headway.model.precision import keep_wide, use_float8
 from headway.parallel.device import Device, choose_device
 from headway.parallel.mesh import Layout, build_mesh
@@ -48,11 +48,13 @@ from headway.train import resume as resuming
 from headway.train.agreement import first_failure
 from headway.train.cadence import Cadence
 from headway.train.clock import StepClock
+from headway.train.compiling import Decision, Length, compile_layers, decide
+from headway.train.compiling import as_record as decision_record
 from headway.train.data import Say, decoder, evaluation_view, make_stream, prepare_sources, total_steps, training_view
 from headway.train.evaluate import Evaluator
 from headway.train.export import export_live
 from headway.train.flop_counter import FlopCounter
-from headway.train.fusing import as_record, compute_dtype, fuse
+from headway.train.fusing import as_record, compute_dtype, fuse, setting_of
 from headway.train.hook import HookFactory, HookPlace
 from headway.train.loss_scale import LossScale
 from headway.train.memory import Fit
@@ -144,7 +146,7 @@ def _build(
         _check_schedule(config, steps)
         resuming.refuse_early(config, stream, found)
     with run_clock.phase("startup.model"):
-        model, replicas, optimizers, kernels = _model(config, place, view, say)
+        model, replicas, optimizers, kernels, compiled = _model(config, place, view, steps, folder, say)
     identity = resuming.run_identity(config, stream, model.config.to_dict(), model.base_digest)
     with run_clock.phase("startup.model" if found is None else "downtime.reload"):
         # Dropout must differ between ranks; a resume then restores each rank's own generators.
@@ -157,7 +159,7 @@ def _build(
     session = resuming.next_session(folder)
     clock = StepClock(place.device.type)
     clock.watch = beacon
-    _write_down(config, folder, kernels)
+    _write_down(config, folder, place, kernels, compiled)
     reporter = Reporter(
         session=session,
         rank=place.rank,
@@ -169,7 +171,7 @@ def _build(
         rank_file=JsonlWriter(folder.rank(place.rank)),
         ledger=Ledger(folder.incidents, rank=place.rank),
         peak_flops=peak.flops * place.world if peak.flops else None,
-        compiled=config.train.compile or (kernels is not None and kernels.compiles()),
+        compiled=compiled.on or (kernels is not None and kernels.compiles()),
     )
     if beacon is not None and reporter.compiled:
         watch_compilation(beacon)
@@ -247,8 +249,8 @@ def _data(config: RunConfig, place: Place, say: Say, say_prepared: Say) -> tuple
 
 
 def _model(
-    config: RunConfig, place: Place, view: View, say: Say
-) -> tuple[BuiltModel, Replicas, Optimizers, Chosen | None]:
+    config: RunConfig, place: Place, view: View, steps: int, folder: RunFolder, say: Say
+) -> tuple[BuiltModel, Replicas, Optimizers, Chosen | None, Decision]:
     model = build_model(config)
     check_vocabulary(view, model.shape.vocab)
     model.module.to(place.device.torch)
@@ -260,9 +262,11 @@ def _model(
     # Only now: float8 has one scale a tensor, so a document's largest value changes how its neighbours are rounded.
     for line in _precision(config, model.module, place):
         say(f"precision: {line}")
-    if config.train.compile:
-        for block in transformer_blocks(model.module):
-            block.compile()
+    compiled = _compile(config, model, view, place, steps, folder, kernels)
+    if config.train.compile == "auto":
+        say(compiled.line())
+    if compiled.on:
+        compile_layers(transformer_blocks(model.module))
     replicas = wrap(
         model.module,
         build_mesh(place.layout, place.device.type),
@@ -273,7 +277,42 @@ def _model(
         offload_optimizer=config.model.offload == "optimizer",
     )
     adamw = "fused" if kernels is None else kernels.of_update("optimizer", "fused")
-    return model, replicas, build_optimizers(model.module, config.optim, adamw), kernels
+    return model, replicas, build_optimizers(model.module, config.optim, adamw), kernels, compiled
+
+
+def _compile(
+    config: RunConfig,
+    model: BuiltModel,
+    view: View,
+    place: Place,
+    steps: int,
+    folder: RunFolder,
+    kernels: Chosen | None,
+) -> Decision:
+    """Whether the layers are compiled; where they are, nothing is fused between their products."""
+    if config.train.compile != "auto":
+        return Decision(config.train.compile, "the run file says so")
+    setting = setting_of(config, view, place.device, place.compute_dtype)
+
+    def plain() -> None:
+        plain_layers(model.module, setting)
+
+    def fused() -> None:
+        if kernels is not None:
+            fused_layers(model.module, setting, kernels)
+
+    ranks = place.layout.data_parallel
+    sequences = config.sequences_per_step(ranks) // ranks
+    length = Length(steps, max(1, sequences if config.data.packed else sequences // config.data.rows))
+    batch = fitting.typical_batch(config, model.shape.vocab, setting.lengths).to(place.device.torch)
+    exact = config.train.precision != "float8"
+    decision = decide(
+        model.module, batch, length, place.compute_dtype, folder.environment, place.device.name,
+        exact=exact, plain=plain, fused=fused,
+    )  # fmt: skip
+    if decision.on:
+        plain()
+    return decision
 
 
 def _trained_head(kernels: Chosen | None) -> bool:
@@ -419,11 +458,12 @@ def _evaluator(config: RunConfig, view: View, place: Place) -> Evaluator | None:
     return Evaluator(stream, place.rank, place.world, place.device.torch, config.eval.batches)
 
 
-def _write_down(config: RunConfig, folder: RunFolder, kernels: Chosen | None) -> None:
+def _write_down(config: RunConfig, folder: RunFolder, place: Place, kernels: Chosen | None, compiled: Decision) -> None:
     def write() -> None:
         write_atomic(folder.config, dump_yaml(config))
         chosen = {} if kernels is None else {"kernels": as_record(kernels)}
-        write_json(folder.environment, {**collect_environment(), **chosen})
+        decided = decision_record(compiled, place.device.name) if config.train.compile == "auto" else {}
+        write_json(folder.environment, {**collect_environment(), **chosen, **decided})
 
     control().on_main(write, UserError, (OSError,))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,9 +126,23 @@ def rehearse(fit: Fit, learner: Learner, config: RunConfig, vocab: int, optimize
 def worst_batch(config: RunConfig, vocab: int) -> Batch:
     """The micro-batch that needs most: full of the longest documents, every token trained."""
     data = config.data
+    slots = data.slots if data.packed else data.rows * data.seq_len
+    return filled(config, vocab, np.unique(np.concatenate([np.arange(0, slots, data.seq_len), [slots]])))
+
+
+def typical_batch(config: RunConfig, vocab: int, lengths: Sequence[int]) -> Batch:
+    """A micro-batch of documents of these lengths (of full rows where it is no pack), every token trained."""
+    if not config.data.packed:
+        return worst_batch(config, vocab)
+    table = np.concatenate([[0], np.cumsum(lengths)])
+    return filled(config, vocab, np.unique(np.minimum(np.append(table, config.data.slots), config.data.slots)))
+
+
+def filled(config: RunConfig, vocab: int, table: np.ndarray) -> Batch:
+    """Documents from each of the table's slots to the next."""
+    data = config.data
     rows, width = (1, data.slots) if data.packed else (data.rows, data.seq_len)
     slots = rows * width
-    table = np.unique(np.concatenate([np.arange(0, slots, data.seq_len), [slots]]))
     sizes = np.diff(table)
     ids = torch.arange(slots) % vocab
     return Batch(

@@ -125,6 +125,14 @@ def install_kernels(model: nn.Module, setting: Setting, chosen: Chosen) -> Chose
     return replace(chosen, choices=(), warnings=(*chosen.warnings, f"nothing is fused: {differs}"))
 
 
+def fused_layers(model: nn.Module, setting: Setting, chosen: Chosen) -> None:
+    """Puts them back."""
+    names = {choice.operation: choice.chosen for choice in chosen.choices}
+    for operation in _between_products(model, setting):
+        if operation.name in names:
+            operation.use(names[operation.name])
+
+
 def plain_layers(model: nn.Module, setting: Setting) -> None:
     """Takes back what was chosen between the layers' products, for layers that are compiled whole."""
     for operation in _between_products(model, setting):
