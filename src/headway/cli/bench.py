@@ -13,7 +13,7 @@ from headway.cli.output import print_json
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Measure the machine (peak), the parts (data, packing, kernels), the whole (speed) and what breaks (faults).",
+    help="Measure the machine (peak, comm), its parts (data, packing, kernels), speed, and what breaks (faults).",
 )
 
 bench_diagnose.register(app)
@@ -43,6 +43,37 @@ def peak(
         return
     for saved in found:
         print("\n".join(saved.lines()))
+
+
+@app.command()
+def comm(
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes to start here (default: this machine's GPUs, else 2).")
+    ] = None,
+    ops: Annotated[str, typer.Option(help="Collectives, comma separated (default: all four).")] = "",
+    sizes: Annotated[str, typer.Option(help="Bytes, e.g. 4K,1M,256M (default: 4K to 16M on CPUs, 1G on GPUs).")] = "",
+    seconds: Annotated[float, typer.Option(help="Seconds for each collective, size and group.")] = 0.3,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Write the JSON here, for headway plan calibrate.")] = None,
+    json: Json = False,
+) -> int:
+    """Measure all-reduce, all-gather, reduce-scatter and all-to-all by size, with gloo on a CPU and NCCL on GPUs.
+
+    Over several nodes start it as training is started (torchrun sets the ranks); the links inside a node and the
+    network are told apart. Exit code 3 when the backend lacks a collective.
+
+    Example: headway bench comm --out comm.json && headway plan calibrate comm.json --cluster H100x8 --out mine.yaml
+    """
+    from headway.bench.comm import OPS, CommOptions, bench_comm, parse_sizes, write
+
+    options = CommOptions(_names(ops) or OPS, parse_sizes(sizes), seconds, device)
+    report = bench_comm(ranks, options)
+    if report is None:  # a launcher's other ranks
+        return 0
+    if out is not None:
+        write(report, out)
+    print_json(report.record()) if json else print("\n".join([*report.lines(), *([f"written: {out}"] if out else [])]))
+    return 3 if report.missing else 0
 
 
 @app.command()

@@ -6,6 +6,7 @@ programs reach; a measurement is that already, so it is written as the datasheet
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,9 +53,13 @@ def cluster_keys(entries: Sequence[Mapping[str, Any]], constants: Constants, whe
                 reach = _positive(item, "bandwidth", where) / 1e9 / constants.hbm
                 found["bandwidth_gbs"] = max(found.get("bandwidth_gbs", 0.0), reach)
     for key, share, inside in (("link_gbs", constants.intra, True), ("inter_node_gbs", constants.inter, False)):
-        speed = _bus([item for item in entries if "op" in item and (item.get("nodes", 1) == 1) == inside], where)
+        mine = [item for item in entries if "op" in item and (item.get("nodes", 1) == 1) == inside]
+        speed = _bus(mine, where)
         if speed:
             found[key] = speed / 1e9 / share
+            latency = _latency(mine, speed, where)
+            if latency:
+                found["link_latency_us" if inside else "inter_node_latency_us"] = latency * 1e6
     if not found:
         raise UserError(f"{where}: no rate of bf16, fp16 or fp8, no bandwidth and no collective")
     return {key: round(value, 4) for key, value in found.items()}
@@ -73,6 +78,18 @@ def _bus(entries: Sequence[Mapping[str, Any]], where: str) -> float | None:
     largest = max((size for size, _ in rates), default=0.0)
     large = [rate for size, rate in rates if size >= largest / 2]
     return statistics.median(large) if large else None
+
+
+def _latency(entries: Sequence[Mapping[str, Any]], speed: float, where: str) -> float | None:
+    """Seconds of a doubling of ranks: the median over messages too small for bandwidth to matter, each its time without
+    its bytes' over log2(ranks), and over two for an all-reduce, which is two. None without any."""
+    found = []
+    for item in entries:
+        ranks, size, seconds = (_positive(item, key, where) for key in ("ranks", "bytes", "seconds"))
+        moving = _VOLUME[str(item["op"])](ranks) * size / speed
+        if ranks > 1 and moving < seconds / 4:
+            found.append((seconds - moving) / math.log2(ranks) / (2 if item["op"] == "all_reduce" else 1))
+    return statistics.median(found) if found else None
 
 
 def _positive(item: Mapping[str, Any], key: str, where: str) -> float:

@@ -24,7 +24,7 @@ _KEYS = (
     "device", "gpus", "gpus_per_node", "domain", "inter_node_gbs", "oversubscription", "rail",
     "memory_gb", "bandwidth_gbs", "link_gbs", "bf16_tflops", "fp8_tflops", "fp4_tflops",
     "price_per_hour", "host_gbs", "nvme_gbs", "storage_gbs", "measured_bf16_tflops", "measured_fp8_tflops",
-    "in_network_reduction",
+    "in_network_reduction", "link_latency_us", "inter_node_latency_us",
 )  # fmt: skip
 
 
@@ -64,6 +64,8 @@ class Cluster:
     bisection); beyond `rail` GPUs traffic crosses the spine. `host` and `nvme`: bytes/s per GPU for offload.
     `onloaded`: the network's protocol runs on the CPU (Omni-Path). `storage_total`: bytes/s of all nodes together.
     `in_network`: switches add up all-reduces (SHARP, NVLS), so that each rank sends and receives its buffer once.
+    `hop_inside`, `hop`: measured seconds of latency of a doubling of ranks inside the fast domain and beyond it (None:
+    the planner's constants).
     """
 
     device: Device
@@ -79,6 +81,8 @@ class Cluster:
     price_per_hour: float | None = None
     storage_total: float | None = None
     in_network: bool = False
+    hop_inside: float | None = None
+    hop: float | None = None
 
     @property
     def storage(self) -> float:
@@ -189,6 +193,8 @@ def cluster_from(content: Mapping[str, Any], where: str = "cluster") -> Cluster:
         price_per_hour=_positive(content, "price_per_hour", where, 0) or None,
         storage_total=_positive(content, "storage_gbs", where, 0) * 1e9 or None,
         in_network=_flag(content, "in_network_reduction", where),
+        hop_inside=_positive(content, "link_latency_us", where, 0) * 1e-6 or None,
+        hop=_positive(content, "inter_node_latency_us", where, 0) * 1e-6 or None,
     )
 
 

@@ -46,8 +46,8 @@ class Network:
         return cls(
             link=cluster.device.link * constants.intra,
             inter=cluster.inter_node * constants.inter * (constants.onloaded if cluster.onloaded else 1.0),
-            hop=constants.hop,
-            hop_inside=constants.hop_inside,
+            hop=constants.hop if cluster.hop is None else cluster.hop,
+            hop_inside=constants.hop_inside if cluster.hop_inside is None else cluster.hop_inside,
             domain=max(1, min(cluster.domain, cluster.gpus)),
             rail=cluster.rail,
             oversubscription=cluster.oversubscription,
