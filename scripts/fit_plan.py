@@ -57,12 +57,14 @@ def main() -> None:
     parser.add_argument("rows", type=Path)
     parser.add_argument("--hold-out", action="store_true")
     parser.add_argument("--sweeps", type=int, default=12)
+    parser.add_argument("--only", default="", help="constants to move, comma separated (default: all that are fitted)")
     options = parser.parse_args()
     cases = usable(options.rows)
     if options.hold_out:
         hold_out(cases, options.sweeps)
         return
-    found = fit(cases, default_constants(), options.sweeps, lambda line: print(line, file=sys.stderr, flush=True))
+    only = [name for name in options.only.split(",") if name]
+    found = fit(cases, default_constants(), options.sweeps, lambda line: print(line, file=sys.stderr, flush=True), only)
     by_group = defaultdict(list)
     for case, error in zip(cases, log_errors(cases, found), strict=True):
         by_group[case.group].append(abs(math.expm1(error)))

@@ -19,7 +19,7 @@ from headway.plan.fitting import fit, loss
 from headway.plan.memory import memory
 from headway.plan.predict import predict
 from headway.plan.profile import profile
-from headway.plan.rows import network_of, read_cases
+from headway.plan.rows import Case, network_of, read_cases
 from headway.plan.stacks import stack_of
 from headway.plan.validate import validate, validate_cases
 
@@ -164,8 +164,23 @@ def test_calibration_rows_are_chosen_without_looking_at_speed(tmp_path: Path) ->
     assert [[c.row_id for c in v] for v in choose(cases).values()] == [
         [c.row_id for c in v] for v in choose(shuffled).values()
     ]
+
+
+def _chosen(cases: list[Case]) -> list[str]:
+    return [case.row_id for case in next(iter(choose(cases).values()))]
+
+
+def test_rows_that_calibrate_are_marked_ones_first_and_of_different_models_where_there_are(tmp_path: Path) -> None:
+    cases = read_cases(planted(tmp_path, 1.4))[0]
     marked = [replace(case, role="calibration") if case.row_id in ("P0", "P1") else case for case in cases]
-    assert [case.row_id for case in next(iter(choose(marked).values()))] == ["P0", "P1"]
+    assert _chosen(marked)[0] in ("P0", "P1") and len(_chosen(marked)) == 3
+    named = [
+        replace(case, work=replace(case.work, name="a" if case.row_id in ("P0", "P1", "P2", "P3") else case.row_id))
+        for case in marked
+    ]
+    assert _chosen(named)[0] == "P1" and not {"P0", "P2", "P3"} & set(_chosen(named))
+    one = [replace(case, work=replace(case.work, name="a"), role="calibration") for case in cases]
+    assert len(set(_chosen(one))) == 3  # a single model's rows still give three
 
 
 def test_factors_survive_a_file_and_bad_files_are_refused(tmp_path: Path) -> None:

@@ -69,11 +69,25 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Scan:
+    """A recurrence over the sequence, computed chunk by chunk (Mamba-2, gated delta rule), forward, per token.
+
+    `flops` of its matrix products; `states`: fp32 elements of the states kept at chunk borders; `stream`: elements of
+    the compute dtype that its kernels read and write.
+    """
+
+    flops: float
+    states: float
+    stream: float
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer. `vectors` counts what is no matrix: norms, biases, attention sinks.
 
     `parallel` layers feed attention and MLP from the same input (GPT-NeoX, Cohere). `attention` is None where tokens
-    are mixed by something else (a recurrence), whose FLOPs beyond its matrices are not counted.
+    are mixed by something else (a recurrence: `scan`, where its sizes are known), whose FLOPs beyond its matrices are
+    not counted as useful.
     """
 
     attention: Attention | None
@@ -81,6 +95,7 @@ class Layer:
     weights: tuple[Weight, ...]
     vectors: int
     parallel: bool = False
+    scan: Scan | None = None
 
     @property
     def parameters(self) -> int:

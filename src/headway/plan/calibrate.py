@@ -58,8 +58,9 @@ NONE = Calibration({}, {})
 def choose(cases: Sequence[Case]) -> dict[Group, list[Case]]:
     """At most three rows a group, chosen by what they are and never by their errors.
 
-    Rows whose role is calibration come first; else the newest document of the group (the last in the file's order of
-    releases is not known, so: the document with most rows), its smallest, middle and largest job in FLOPs a GPU.
+    Of different models where there are: one model's rows err together, and a factor must serve the others too. First
+    rows whose role is calibration, then those that publish their whole plan; of a model its middle job, of the models
+    those at the quarter points of size.
     """
     groups: dict[Group, list[Case]] = defaultdict(list)
     for case in cases:
@@ -70,13 +71,35 @@ def choose(cases: Sequence[Case]) -> dict[Group, list[Case]]:
 
 def _three(rows: list[Case]) -> list[Case]:
     marked = [case for case in rows if case.role == "calibration"]
-    pool = marked or [case for case in rows if case.complete] or rows
-    pool = sorted(pool, key=lambda case: (case.work.shape.active_matmul_parameters, case.cluster.gpus, case.row_id))
-    if len(pool) <= ROWS_PER_GROUP:
-        return pool
-    last = len(pool) - 1
-    # The quarter points, not the ends: the smallest and the largest model of a table are its odd ones.
-    return [pool[place] for place in sorted({round(last * share) for share in (0.25, 0.5, 0.75)})]
+    others = [case for case in rows if case.role != "calibration"]
+    others = [case for case in others if case.complete] or others
+    chosen = _spread(_one_a_model(marked))
+    taken = {case.work.name for case in chosen}
+    chosen += _spread(
+        [case for case in _one_a_model(others) if case.work.name not in taken], ROWS_PER_GROUP - len(chosen)
+    )
+    left = [case for case in (*marked, *others) if case not in chosen]
+    return chosen + _spread(left, ROWS_PER_GROUP - len(chosen))
+
+
+def _one_a_model(rows: list[Case]) -> list[Case]:
+    models: dict[str, list[Case]] = defaultdict(list)
+    for case in sorted(rows, key=_size):
+        models[case.work.name].append(case)
+    return [cases[len(cases) // 2] for cases in models.values()]
+
+
+def _spread(rows: list[Case], count: int = ROWS_PER_GROUP) -> list[Case]:
+    """At most `count` rows at even shares of the order of sizes, the ends left out: they are a table's odd ones."""
+    rows = sorted(rows, key=_size)
+    if len(rows) <= count:
+        return rows
+    last = len(rows) - 1
+    return [rows[place] for place in sorted({round(last * (n + 1) / (count + 1)) for n in range(count)})]
+
+
+def _size(case: Case) -> tuple[int, int, str]:
+    return case.work.shape.active_matmul_parameters, case.cluster.gpus, case.row_id
 
 
 def trust(logs: Sequence[float]) -> float:

@@ -44,6 +44,7 @@ class Constants:
     pp_exposed: float
     pipe_sync: float
     ep_exposed: float
+    ep_network: float
     contention: float
     optimizer_bytes: float
     straggler: float

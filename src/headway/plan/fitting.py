@@ -44,6 +44,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "pp_exposed": (0.05, 1.0),
     "pipe_sync": (0.005, 0.4),
     "ep_exposed": (0.1, 1.0),
+    "ep_network": (0.1, 1.0),
     "contention": (0.02, 0.6),
     "straggler": (0.0005, 0.02),
     "step": (0.001, 0.1),
@@ -77,10 +78,15 @@ def loss(cases: Sequence[Case], constants: Constants) -> float:
 
 
 def fit(
-    cases: Sequence[Case], start: Constants, sweeps: int = 12, tell: Callable[[str], None] = lambda line: None
+    cases: Sequence[Case],
+    start: Constants,
+    sweeps: int = 12,
+    tell: Callable[[str], None] = lambda line: None,
+    only: Sequence[str] = (),
 ) -> Constants:
-    """The constants that `constants.csv` marks as fitted, moved one at a time while the loss falls."""
-    names = [item.name for item in meanings() if item.fitted]
+    """The constants that `constants.csv` marks as fitted (or `only` some of them), moved one at a time while the loss
+    falls."""
+    names = [item.name for item in meanings() if item.fitted and (not only or item.name in only)]
     steps = dict.fromkeys(names, 1.25)
     best, lowest = start, loss(cases, start)
     for sweep in range(sweeps):

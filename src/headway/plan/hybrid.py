@@ -1,8 +1,7 @@
 """Hybrids of Mamba-2, attention and (routed) MLP blocks: Nemotron-H's config.json as a shape.
 
 A layer is one block: of `hybrid_override_pattern` (M Mamba-2, * attention, - MLP, E experts) or, as transformers 5
-writes it, of `layers_block_type`. Mamba's scan is counted as
-its two projections, its convolution and the traffic of its inner width; its state products (a few percent) are not.
+writes it, of `layers_block_type`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headway.account.errors import UserError
-from headway.account.layers import Attention, Layer, Mlp, Weight
+from headway.account.layers import Attention, Layer, Mlp, Scan, Weight
 from headway.account.shape import ModelShape
 
 HYBRIDS = ("nemotron_h",)
@@ -45,7 +44,7 @@ def hybrid_shape(config: Mapping[str, Any]) -> ModelShape:
         embedding_parameters=vocab * hidden,
         head=Weight("lm_head", hidden, vocab, "outer"),
         vectors=hidden,
-        notes=("Mamba's scan is counted by its projections and traffic",),
+        notes=("the scan of Mamba blocks takes time in a plan, but is no useful FLOP",),
     )
 
 
@@ -74,7 +73,22 @@ def _mamba(config: Mapping[str, Any], hidden: int) -> Layer:
         Weight("mixer.out_proj", inner, hidden, "mlp_out"),
     )
     convolution = mixed * (_whole(config, "conv_kernel", 4) + 1)  # its kernel and bias
-    return Layer(None, None, weights, vectors=hidden + convolution + 3 * heads + inner)
+    scan = _mamba_scan(heads, dim, groups, state, _whole(config, "chunk_size", 128))
+    return Layer(None, None, weights, vectors=hidden + convolution + 3 * heads + inner, scan=scan)
+
+
+def _mamba_scan(heads: int, dim: int, groups: int, state: int, chunk: int) -> Scan:
+    """State-space duality by chunks (Dao and Gu 2024, arXiv 2405.21060, section 6): inside a chunk scores of C and B
+    and their product with x, between chunks the states' making and reading.
+
+    Streams: convolution in and out; x and B for the states; B and C and their scores; x, z, C and scores for the
+    output; the output; and the gated norm's two inputs and one output.
+    """
+    inner, groups_state = heads * dim, groups * state
+    flops = 2 * chunk * groups_state + 2 * chunk * inner + 4 * inner * state
+    mixed, scores = inner + 2 * groups_state, 2 * groups * chunk
+    stream = 2 * mixed + 7 * inner + 4 * groups_state + 2 * scores
+    return Scan(flops, inner * state / chunk, stream)
 
 
 def _attention(config: Mapping[str, Any], hidden: int) -> Layer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from headway.account.layers import Scan
 from headway.plan.cluster import Device
 from headway.plan.constants import Constants
 from headway.plan.layout import Layout
@@ -17,6 +18,10 @@ BF16 = 2  # bytes
 # Kernels of one layer's forward pass: products, norms, activation, rotary positions, attention, residuals; those that
 # routing adds: router, top-k, sort, permute, unpermute, grouped products. Backward runs twice as many.
 _KERNELS, _MOE_KERNELS = 14, 16
+# A chunked scan: convolution, running decay, chunk products, chunk states, their passing, output, gated norm. Backward
+# computes the states again and has two products for each of forward's.
+_SCAN_KERNELS, _SCAN_BACKWARD = 7, 3.0
+_STATE_PASSES = 4  # written by their chunk, read and written by the passing from chunk to chunk, read by the output
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,13 @@ def layer_time(
         forward += one
         backward += two
     core, core_backward = _core(kind, tokens, attended, layout, rates, c)
+    if kind.scan:
+        one = _scan(kind.scan, tokens, layout, rates, c)
+        core += one
+        core_backward += _SCAN_BACKWARD * one
     elementwise = _elementwise(kind, hidden, tokens, layout, rates, c)
-    kernels = _KERNELS * (1.0 if layout.compiled else 2.0) + (_MOE_KERNELS if kind.experts else 0)
+    kernels = _KERNELS * kind.blocks / 2 * (1.0 if layout.compiled else 2.0)
+    kernels += (_MOE_KERNELS if kind.experts else 0) + (_SCAN_KERNELS if kind.scan else 0)
     return LayerTime(
         forward=forward + core + elementwise,
         backward=backward + core_backward + 2 * elementwise,
@@ -161,9 +171,17 @@ def _core(
     return products + scores, 2 * (products + scores)
 
 
+def _scan(scan: Scan, tokens: float, layout: Layout, rates: Rates, c: Constants) -> float:
+    """Forward: products at the rate of attention kernels that are not written for the device (Triton), and the traffic
+    of states and streams, which its fp32 recurrence does not hide."""
+    rate = rates.attention * (c.attention_ported if rates.hopper else 1.0)
+    moved = (4 * _STATE_PASSES * scan.states + BF16 * scan.stream) / rates.bandwidth
+    return tokens / layout.tp * (scan.flops / rate + moved)
+
+
 def _elementwise(kind: LayerKind, hidden: int, tokens: float, layout: Layout, rates: Rates, c: Constants) -> float:
-    """Two norms and two residual additions over the stream (ten passes), activation and rotary positions."""
-    stream = 10 * hidden / (layout.tp if layout.sequence_parallel else 1)
+    """A norm and a residual addition a block over the stream (five passes), activation and rotary positions."""
+    stream = 5 * kind.blocks * hidden / (layout.tp if layout.sequence_parallel else 1)
     inner = kind.inner / layout.tp
     fused = 1.0 if layout.compiled else c.eager
     return c.elementwise * fused * BF16 * tokens * (stream + inner) / rates.bandwidth

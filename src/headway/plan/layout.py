@@ -35,6 +35,8 @@ class Layout:
         grad_bytes: bytes per parameter held for gradients (4: fp32 accumulation, 2, or 6: DeepSpeed's bf16 optimizer).
         fused_accumulate: the weights' gradient is added up inside its product (Megatron since 2022), its traffic beside
             the arithmetic.
+        etp: tensor parallelism inside an expert (0: TP where the expert group fits beside it, else 1).
+        dedup: the dispatcher sends one copy of a token to a node, whatever it has experts there (DeepEP, HybridEP).
         buckets: DeepSpeed's ZeRO-1 with pipelines: flat reduce buckets, an fp32 copy of the gradient shard.
     """
 
@@ -61,6 +63,8 @@ class Layout:
     offload: Offload = "none"
     optimizer_bits: int = 32
     fused_accumulate: bool = False
+    etp: int = 0
+    dedup: bool = False
 
     @property
     def gpus(self) -> int:
@@ -78,8 +82,8 @@ class Layout:
 
     @property
     def expert_tp(self) -> int:
-        """Tensor parallelism inside an expert: TP where the expert group fits beside it, else experts stay whole."""
-        return self.tp if self.ep <= self.replicas else 1
+        """Tensor parallelism inside an expert: as given, else TP where the expert group fits beside it, else 1."""
+        return self.etp or (self.tp if self.ep <= self.replicas else 1)
 
     def micro_batches(self, global_batch: int) -> int:
         """Forward passes of one replica per step (gradient accumulation, or what a pipeline is filled with)."""

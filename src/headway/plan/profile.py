@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from headway.account.layers import Attention, Layer
+from headway.account.layers import Attention, Layer, Scan
 from headway.account.shape import ModelShape
 
 Split = Literal["column", "row", "none"]
@@ -45,6 +45,14 @@ class LayerKind:
     dense: int
     expert: int
     parallel: bool
+    scan: Scan | None = None
+    feeds: bool = True
+
+    @property
+    def blocks(self) -> int:
+        """Residual blocks: mixer and MLP, or one of them (hybrids whose layer is a single block)."""
+        mixes = self.attention is not None or self.scan is not None
+        return 2 if mixes and (self.experts or self.feeds) else 1
 
     @property
     def outputs(self) -> int:
@@ -125,4 +133,6 @@ def _kind(layer: Layer, count: int) -> LayerKind:
         dense=layer.parameters - expert,
         expert=expert,
         parallel=layer.parallel,
+        scan=layer.scan,
+        feeds=layer.mlp is not None or (layer.scan is None and any(w.role == "mlp_out" for w in layer.weights)),
     )

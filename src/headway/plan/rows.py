@@ -185,6 +185,8 @@ def _layout(row: Row, work: Workload, cluster: Cluster, facts: dict[str, Any], a
     layout = replace(Layout(), **choices, dp=dp, micro_batch=micro or 1)
     if work.shape.model_type == "gpt_oss":  # learned sinks and a clamped SwiGLU: the fused kernels of 2025 lack both
         layout = replace(layout, native_attention=False, compiled=False)
+    if work.shape.model_type in ("deepseek_v3", "kimi_k2"):  # trained with DeepEP (2412.19437) or its like everywhere
+        layout = replace(layout, dedup=True)
     if fsdp > 1:
         layout = replace(layout, zero=3 if known["pp"] == 1 else 2, shard=0 if fsdp >= dp else fsdp)
     shard = re.search(r"zero1=(\d{1,6})", row.get("notes", ""))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +73,11 @@ def layout_defaults(stack: Stack, device: str, precision: str, notes: str, sourc
         facts["overlap_tp"] = "async tp" in said or "asynctp" in said
     if "megascale includes" in said:
         facts["overlap_tp"] = True
+    stated = re.search(r"\betp ?= ?(\d{1,3})|\betp(\d{1,3})", said)
+    if stated:
+        facts["etp"] = int(stated[1] or stated[2])
+    elif "megatron-bridge" in source.casefold():
+        facts["etp"] = 1  # all its recipes set expert_tensor_parallel_size to 1
     if "dualpipe" in said:
         facts["schedule"] = "dualpipe"
     if "mixed-precision mode default" in said:

@@ -143,7 +143,7 @@ def _tensor(x: _Context, again: float) -> float:
     blocks = 0.0
     for kind in x.model.kinds:
         inside = 1.0 if kind.experts and x.layout.expert_tp == 1 else 2.0
-        blocks += (1.0 if kind.parallel else inside) * kind.count / x.model.layers
+        blocks += (1.0 if kind.parallel or kind.blocks == 1 else inside) * kind.count / x.model.layers
     exposed = 1 - x.c.tp_overlap if x.layout.overlap_tp else 1.0
     # With sequence parallelism backward gathers the inputs once more for the weights' gradient.
     halves = 2.5 if x.layout.sequence_parallel and not x.work.lora else 2.0
@@ -172,14 +172,18 @@ def _expert(x: _Context, again: float) -> float:
     ep = x.layout.ep
     if ep == 1 or not x.model.moe:
         return 0.0
-    group = x.network.group(ep, x.layout.expert_tp)
+    layout, inside = x.layout, x.layout.expert_tp
+    group = x.network.group(ep, inside)
+    exposed = x.c.ep_network if group.crosses else x.c.ep_exposed
     total = 0.0
     for kind in x.model.kinds:
         if kind.experts:
-            copies = x.tokens * x.layout.expert_tp / x.layout.tp * kind.top_k
-            one = x.network.all_to_all(BF16 * copies * x.model.hidden * x.c.imbalance, group, kind.top_k)
+            # Each TP rank sends its own slice of the tokens; ranks that share an expert then gather each other's.
+            size = BF16 * x.tokens / layout.tp * kind.top_k * x.model.hidden * x.c.imbalance
+            one = exposed * x.network.all_to_all(size, group, kind.top_k if layout.dedup else 1)
+            one += x.c.ep_exposed * x.network.gather(size * inside, x.network.group(inside, 1))
             total += one * (4 + 2 * again) * kind.count / x.model.layers
-    return total * x.c.ep_exposed
+    return total
 
 
 def _exposed(comm: float, window: float, c: Constants) -> float:

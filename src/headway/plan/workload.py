@@ -13,6 +13,7 @@ from typing import Any, Literal
 from headway.account.errors import UserError
 from headway.account.shape import ModelShape
 from headway.plan.hybrid import HYBRIDS, hybrid_shape
+from headway.plan.hybrid_delta import delta_shape
 
 Precision = Literal["bf16", "fp16", "fp8", "fp4"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4")
@@ -79,7 +80,9 @@ def load_model(spec: str | Mapping[str, Any]) -> tuple[str, ModelShape]:
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """The exact shape of a config.json, hybrids included. Raises UserError naming the key."""
-    return hybrid_shape(config) if config.get("model_type") in HYBRIDS else ModelShape.from_config(config)
+    if config.get("model_type") in HYBRIDS:
+        return hybrid_shape(config)
+    return delta_shape(config) if config.get("model_type") == "qwen3_next" else ModelShape.from_config(config)
 
 
 def load_config(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
