@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import threading
 import time
 from collections.abc import Iterator
@@ -27,14 +28,14 @@ def _no_thread_left() -> Iterator[None]:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("headway-")]
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_feeds_what_the_stream_holds_over_epochs_from_any_position(world: int) -> None:
+@pytest.mark.parametrize(("world", "process"), [(1, False), (3, False), (3, True)])
+def test_feeds_what_the_stream_holds_over_epochs_from_any_position(world: int, process: bool) -> None:
     stream = make(random_store(40))
     start = stream.global_batch(Position()).next
     steps = stream.steps_in_epoch(0) + stream.steps_in_epoch(1)
     for rank in range(world):
         position = start
-        with Feeder(stream, start, rank, world) as feeder:
+        with Feeder(stream, start, rank, world, process=process) as feeder:
             for fed in itertools.islice(feeder, steps):
                 batch = stream.global_batch(position)
                 assert (fed.batch.position, fed.batch.next) == (position, batch.next)
@@ -57,13 +58,14 @@ def test_it_runs_ahead_but_not_further_than_asked() -> None:
         assert store.token_reads == sum(pieces)
 
 
-def test_an_error_reaches_the_consumer_after_the_batches_before_it() -> None:
+@pytest.mark.parametrize("process", [False, True])
+def test_an_error_reaches_the_consumer_after_the_batches_before_it(process: bool) -> None:
     documents = [[1, 2, 3]] * 40
     store = MemoryStore(documents, name="bad.jsonl", vocab_size=100)
     stream = make(store, slots=3, sequences_per_step=1)
     broken = int(stream.global_batch(Position(0, 5)).documents[0])
     store._tokens[broken] += 500
-    with Feeder(stream, Position(), depth=2) as feeder:
+    with Feeder(stream, Position(), depth=2, process=process) as feeder:
         assert [next(feeder).batch.position.documents for _ in range(5)] == [0, 1, 2, 3, 4]
         for _ in range(2):
             with pytest.raises(UserError, match=rf"bad\.jsonl:{broken + 1}"):
@@ -77,6 +79,17 @@ def test_closing_early_twice_and_while_waiting() -> None:
     feeder.close()
     with pytest.raises(StopIteration):
         next(feeder)
+
+
+def test_closing_ends_a_process_that_hangs_and_leaves_none_behind() -> None:
+    store = random_store(40)
+    store.tokens = lambda *arguments: time.sleep(600)  # type: ignore[method-assign]
+    feeder = Feeder(make(store), Position(), process=True)
+    started = time.monotonic()
+    feeder.close()
+    feeder.close()
+    assert time.monotonic() - started < 60
+    assert not [child for child in multiprocessing.active_children() if child.name == "headway-builder"]
 
 
 def test_closing_frees_a_waiting_consumer() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from data.memory_store import random_store
 from headway.account.errors import UserError
 from headway.account.events import Incident
 from headway.data.batch import positions_of
+from headway.data.build_process import BuildProcess
 from headway.data.feed import Feeder
 from headway.data.global_batch import Position
 from headway.data.store import ShardFolder
@@ -49,9 +52,10 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Any, after: int) -> None:
     monkeypatch.setattr(ShardFolder, "tokens", tokens)
 
 
-def test_a_slow_disk_is_charged_to_data_and_told_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("loader", ["thread", "process"])
+def test_a_slow_disk_is_charged_to_data_and_told_once(path: Path, monkeypatch: pytest.MonkeyPatch, loader: str) -> None:
     plant(monkeypatch, lambda: time.sleep(4), after=22)
-    run(path, "name=slow", "data.prefetch=1")
+    run(path, "name=slow", "data.prefetch=1", f"data.loader={loader}")
     told = [line for line in incidents(path, "slow") if line.fault == "slow data"]
     assert len(told) == 1 and "for a batch" in told[0].evidence and told[0].seconds_lost > 1
     waits = [line.account.get("data", 0) for line in history(path, "slow").kept]
@@ -73,6 +77,26 @@ def test_a_reader_that_fails_is_started_again_and_the_curve_is_the_same(
     (told,) = [line for line in incidents(path, "failed") if line.fault == "data reader failed"]
     assert "planted" in told.evidence and "started again at document" in told.action
     assert losses(path, "failed") == losses(path, "clean")
+
+
+def test_a_loading_process_that_is_killed_is_started_again_and_the_curve_is_the_same(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supply_module, "_PAUSE_S", 0.01)
+    run(path, "name=thread")
+    original, killed = BuildProcess.build, []
+
+    def build(self: BuildProcess, *asked: Any) -> Any:
+        if not killed:
+            killed.append(self.pid)
+            os.kill(self.pid or 0, signal.SIGKILL)
+        return original(self, *asked)
+
+    monkeypatch.setattr(BuildProcess, "build", build)
+    run(path, "name=process", "data.loader=process")
+    (told,) = [line for line in incidents(path, "process") if line.fault == "data reader failed"]
+    assert "builds batches was ended by signal 9" in told.evidence and "started again at document" in told.action
+    assert losses(path, "process") == losses(path, "thread")
 
 
 def test_a_disk_that_stays_away_ends_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

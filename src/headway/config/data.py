@@ -132,6 +132,11 @@ class DataConfig(Section):
         ge=1,
         description="Global batches built ahead of the step; 2 hides a slow one without holding much memory.",
     )
+    loader: Literal["thread", "process"] = Field(
+        default="thread",
+        description="What builds batches ahead of the step: a thread, or a forked process, which takes no turns with "
+        "the training's Python; thread because building is numpy, which lets other threads run.",
+    )
     keep_untrained: bool = Field(
         default=False,
         description="Keep documents without any trained token in the batches; off because they cost time and "

@@ -1,4 +1,4 @@
-"""Batches ready before they are asked for: one thread that runs ahead of training."""
+"""Batches ready before they are asked for: one thread that runs ahead of training, or a process that it asks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from headway.data.batch import BadDocuments, Batch, BatchBuilder
+from headway.data.build_process import BuildProcess
 from headway.data.global_batch import GlobalBatch, Position
 from headway.data.stream import Stream
 
@@ -61,7 +62,10 @@ class Feeder:
         world: int = 1,
         device: torch.device | str = "cpu",
         depth: int = 2,
+        *,
+        process: bool = False,
     ) -> None:
+        """process: batches are built in a process of their own, and the thread only hands them on."""
         self._stream = stream
         self._rank, self._world = rank, world
         self._device = torch.device(device)
@@ -70,6 +74,7 @@ class Feeder:
         self._failure: BaseException | None = None
         self._planner: threading.Thread | None = None
         self._planned = position.epoch
+        self._builder = BuildProcess(BatchBuilder(stream.view)) if process else None
         self._thread = threading.Thread(target=self._run, args=(position,), name="headway-feeder", daemon=True)
         self._thread.start()
 
@@ -97,6 +102,8 @@ class Feeder:
     def close(self) -> None:
         """Stop reading ahead and wait for the threads. Batches not yet taken are discarded; may be called again."""
         self._closing.set()
+        if self._builder is not None:
+            self._builder.close()  # the thread may be waiting for it
         self._thread.join()
         # Only now: until the thread has ended it may still start a planner.
         if self._planner is not None:
@@ -116,7 +123,10 @@ class Feeder:
             self._offer(error)
 
     def _place(self, batch: GlobalBatch, copies: torch.cuda.Stream | None) -> Fed:
-        mine = batch.micro_batches(self._rank, self._world)
+        if self._builder is not None:
+            mine = self._builder.build(*batch.share(self._rank, self._world))
+        else:
+            mine = batch.micro_batches(self._rank, self._world)
         if copies is None:
             return Fed(batch, [each.to(self._device) for each in mine])
         with torch.cuda.stream(copies):

@@ -94,9 +94,12 @@ class GlobalBatch:
 
         Raises UserError where a store returns something else than it declared (damaged files).
         """
+        mine, padding = self.share(rank, world)
+        return [micro.build(self.builder) for micro in mine] + [micro.padding(self.builder) for micro in padding]
+
+    def share(self, rank: int, world: int) -> tuple[tuple[Micro, ...], tuple[Micro, ...]]:
+        """What `micro_batches` builds: this rank's own, and those whose shape its padding has."""
         if not 0 <= rank < world:
             raise ValueError(f"there is no rank {rank} of {world}")
         mine = self.micro[rank::world]
-        missing = -(-len(self.micro) // world) - len(mine)
-        batches = [micro.build(self.builder) for micro in mine]
-        return batches + [self.micro[-1].padding(self.builder) for _ in range(missing)]
+        return mine, (self.micro[-1],) * (-(-len(self.micro) // world) - len(mine))

@@ -201,7 +201,13 @@ def _build(
         schedule=_schedule(config, steps),
         supply=Supply(
             lambda position: Feeder(
-                spikes.stream, position, place.rank, place.world, place.device.torch, depth=config.data.prefetch
+                spikes.stream,
+                position,
+                place.rank,
+                place.world,
+                place.device.torch,
+                depth=config.data.prefetch,
+                process=config.data.loader == "process",
             ),
             state.position,
             reporter.local_incident,
