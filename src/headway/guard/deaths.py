@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from headway.guard.beacon import OUTSIDE, Pulse
-from headway.guard.generation import Ended
 from headway.guard.hang import Hang
 from headway.guard.launch import how_it_ended
 from headway.guard.oom import OomCounter
+from headway.guard.waiting import Ended
 
 SAME_DEATHS = 2
 STUCK = 3

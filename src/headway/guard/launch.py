@@ -15,8 +15,10 @@ from pathlib import Path
 
 from headway.account.errors import UserError
 from headway.guard import failure
-from headway.guard.generation import CLEAN, EXIT_USER, Ended, Place, Rank, Signals, run_generation, store
+from headway.guard.generation import Place, run_generation
 from headway.guard.processes import Start
+from headway.guard.rendezvous import store
+from headway.guard.waiting import CLEAN, EXIT_USER, Ended, Rank, Signals
 
 _TAIL_LINES = 30
 

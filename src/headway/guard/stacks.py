@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from headway.guard.beacon import STACK_SIGNAL, stack_path
-from headway.guard.generation import Rank
 from headway.guard.hang import Hang
+from headway.guard.waiting import Rank
 
 _STACK_WAIT_S = 0.5
 _FRAMES = 3

@@ -18,14 +18,16 @@ from headway.account.run_clock import LOST
 from headway.guard import launch
 from headway.guard.beacon import stack_path
 from headway.guard.deaths import HANG, OF_THE_MACHINE, Death, Judgement, examine
-from headway.guard.generation import CLEAN, EXIT_USER, Ended, Place, Signals, run_generation, store
+from headway.guard.generation import Place, run_generation
 from headway.guard.hang import HangJudge
 from headway.guard.hosts import HostList
 from headway.guard.ledger import Ledger
 from headway.guard.oom import OomCounter
 from headway.guard.processes import Start
+from headway.guard.rendezvous import store
 from headway.guard.signals import EXIT_PREEMPTED
 from headway.guard.straggler import StragglerWatch
+from headway.guard.waiting import CLEAN, EXIT_USER, Ended, Signals
 from headway.guard.watching import Lost, SlowRanks, Watch
 
 RESTART = "restarted from the newest verified checkpoint"

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from headway.account.events import Incident
 from headway.guard.beacon import Pulse, read_pulse
-from headway.guard.generation import Ended, Rank, Watched
 from headway.guard.hang import HangJudge
 from headway.guard.ledger import Ledger
 from headway.guard.rank_lines import RankLines
 from headway.guard.stacks import with_stack
 from headway.guard.straggler import StepJoin, StragglerWatch
+from headway.guard.waiting import Ended, Rank, Watched
 
 _LOOK_S = 1.0
 
