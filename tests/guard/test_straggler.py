@@ -10,10 +10,10 @@ import pytest
 
 from headway.account.errors import UserError
 from headway.account.events import RankLine
+from headway.guard.alone import devices_of
 from headway.guard.hosts import HostList
 from headway.guard.rank_lines import RankLines
 from headway.guard.straggler import StepJoin, StragglerWatch
-from headway.guard.supervisor import devices_of
 from headway.record.jsonl import JsonlWriter
 
 USUAL = {"compute.forward": 60e6, "compute.backward": 130e6, "compute.loss": 8e6, "compute.optimizer": 25e6,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headway.account.events import Observer
     from headway.config.run import RunConfig
     from headway.guard.hosts import HostList
+    from headway.guard.nodes.meeting import Meeting
     from headway.guard.ranks import RankEnv
     from headway.train.hook import HookPlace, StepHook
     from headway.watch.alerts import Alerts
@@ -81,9 +82,10 @@ def launch_supervised(
     hang_s: float = 5.0,
     min_ranks: int | None = None,
     hosts: HostList | None = None,
+    meeting: Meeting | None = None,
 ) -> int:
     """Starts a command once per rank, under supervision. Data is prepared first, so that no rank waits in a
-    collective for it."""
+    collective for it. `meeting`: with the supervisors of other machines."""
     from headway.account.run_clock import LAUNCHED_AT, process_age_ns
     from headway.guard.hosts import HostList
     from headway.guard.ledger import Ledger
@@ -113,7 +115,8 @@ def launch_supervised(
         fits=config.parallel.fits,
         rank_files=folder.rank,
         slow=config.health.slow_rank,
-        sharded=config.parallel.dims(ranks)[1] > 1,
+        sharded=(meeting is None or config.parallel.fits(ranks)) and config.parallel.dims(ranks)[1] > 1,
+        meeting=meeting,
     ).run()
 
 

@@ -15,8 +15,8 @@ from headway.guard.waiting import Ended
 
 SAME_DEATHS = 2
 STUCK = 3
-HANG, KILLED, OOM_KILL, FAILED, ELSEWHERE = "hang", "rank killed", "killed for memory", "rank failed", "host down"
-MISMATCH, CORRUPTION = "collective mismatch", "silent corruption"
+HANG, KILLED, OOM_KILL, FAILED, ELSEWHERE = "hang", "rank killed", "killed for memory", "rank failed", "host lost"
+MISMATCH, CORRUPTION, PARTITION = "collective mismatch", "silent corruption", "network partition"
 OF_THE_MACHINE = (HANG, KILLED, OOM_KILL, ELSEWHERE, CORRUPTION)
 """Faults that are counted against the host; an exception or a wrong collective is the program's."""
 
@@ -25,7 +25,8 @@ OF_THE_MACHINE = (HANG, KILLED, OOM_KILL, ELSEWHERE, CORRUPTION)
 class Death:
     """Why a generation ended. step: the one in work; begun: whether the rank had begun to train at all.
 
-    signature: equal for deaths that are alike; numbers and addresses, which differ each time, are left out.
+    signature: equal for deaths that are alike; numbers and addresses, which differ each time, are left out. host: whose
+    it was, where that is more than the place of `rank`.
     """
 
     fault: str
@@ -37,6 +38,7 @@ class Death:
     begun: bool
     documents: int
     detect_s: float | None = None
+    host: str | None = None
 
 
 def examine(ended: Ended, pulses: Mapping[int, Pulse], oom: OomCounter) -> Death:

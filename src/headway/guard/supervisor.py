@@ -10,27 +10,28 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from headway.account.events import Incident
-from headway.account.run_clock import LOST
 from headway.guard import launch
-from headway.guard.beacon import stack_path
-from headway.guard.deaths import HANG, OF_THE_MACHINE, Death, Judgement, examine
-from headway.guard.generation import Place, run_generation
+from headway.guard.alone import Alone
+from headway.guard.beacon import Pulse, stack_path
+from headway.guard.deaths import HANG, Death, Judgement, examine
+from headway.guard.generation import run_generation
+from headway.guard.group import Elsewhere, Group
 from headway.guard.hang import HangJudge
 from headway.guard.hosts import HostList
 from headway.guard.ledger import Ledger
+from headway.guard.nodes.agent import Agents
+from headway.guard.nodes.meeting import Meeting, agentless
 from headway.guard.oom import OomCounter
 from headway.guard.processes import Start
-from headway.guard.rendezvous import store
-from headway.guard.signals import EXIT_PREEMPTED
+from headway.guard.recovery import Recovery
+from headway.guard.report import Report
 from headway.guard.straggler import StragglerWatch
 from headway.guard.waiting import CLEAN, EXIT_USER, Ended, Signals
-from headway.guard.watching import Lost, SlowRanks, Watch
-
-RESTART = "restarted from the newest verified checkpoint"
+from headway.guard.watching import Lost, SlowRanks, Watch, read_pulses
 
 
 @dataclass
@@ -40,7 +41,8 @@ class Supervisor:
     places: the host (or device) of every rank, by which incidents are counted; default this host for all. hosts: the
     list of those; one that it excludes takes no further part, as long as `min_ranks` ranks remain and `fits` allows
     their number. rank_files: where the ranks write their steps, to find slow ones (`slow`: how slow, as a share;
-    `sharded`: under FSDP).
+    `sharded`: under FSDP). meeting: where the supervisors of several machines meet (`ranks` of each may differ);
+    incidents are then counted by machine.
     """
 
     start: Start
@@ -57,6 +59,7 @@ class Supervisor:
     rank_files: Callable[[int], Path] | None = None
     slow: float | None = None
     sharded: bool = False
+    meeting: Meeting | None = None
     _judge: HangJudge = field(init=False)
 
     def __post_init__(self) -> None:
@@ -64,58 +67,62 @@ class Supervisor:
 
     def run(self) -> int:
         """The exit code: 0, 75 when preempted with the state saved, 2 for a user's mistake, else of what failed."""
-        base = launch.rankless(self.ranks, self.env)
-        with launch.work_folder() as work, launch.received() as signals:
-            generation = 0
-            lost: Lost | None = None
+        base = launch.rankless(self.ranks, self.env if self.meeting is None else agentless(self.env))
+        with launch.work_folder() as work, launch.received() as signals, self._group(signals) as group:
             while True:
-                team = self._team()
-                if team is None:
-                    launch.say(f"stopped: fewer than {self.min_ranks or self.ranks} ranks remain (hosts.json)")
-                    return 1
-                folder = work.path / f"g{generation:04d}"
+                turn = group.next()
+                if isinstance(turn, int):
+                    return turn
+                folder = work.path / f"g{turn.generation:04d}"
                 folder.mkdir()
                 oom = OomCounter()
-                watch = self._watch(folder, team, lost)
-                settings = {**base, **devices_of(team), **({LOST: lost.to_json()} if lost is not None else {})}
-                with store() as port:
-                    ended = run_generation(
-                        self.start, Place(len(team), len(team), port=port), settings, self.logs, folder, signals,
-                        generation=generation, at_once=True, watch=watch,
-                    )  # fmt: skip
-                pulses = watch.pulses()
-                watch.settle()
-                code = self._final(ended, signals)
-                if code is not None:
-                    return code
-                death = examine(ended, pulses, oom)
-                hopeless = self.judgement.hopeless(death, max((pulse.step for pulse in pulses.values()), default=0))
-                out = self._blame(death, team)
-                hopeless = None if out else hopeless  # without that host, it may well go on
-                incident = self._write_down(death, folder, hopeless, team, out)
-                if hopeless is not None:
-                    launch.say(f"stopped: {hopeless}; the newest checkpoint is kept")
-                    return _exit_code(ended)
-                lost = Lost.of(incident, ended, pulses)
-                generation += 1
-                if signals.received:  # it came while nothing ran: all there is to save is saved
-                    return EXIT_PREEMPTED
+                ended = run_generation(
+                    self.start, turn.place, {**base, **turn.settings}, self.logs, folder, signals,
+                    generation=turn.generation, at_once=True, watch=group.watch(turn, folder),
+                )  # fmt: skip
+                pulses = read_pulses(folder, turn.place)
+                group.ended(self._report(turn.generation, ended, pulses, oom, folder, signals), pulses)
 
-    def _team(self) -> list[str] | None:
-        """The places that take part: without the excluded ones, as many as fit; None when they are too few."""
-        places = list(self.places) or [socket.gethostname()] * self.ranks
-        excluded = self.hosts.excluded() if self.hosts is not None else set()
-        able = [place for place in places if place not in excluded]
+    def _group(self, signals: Signals) -> AbstractContextManager[Group]:
+        if self.meeting is not None:
+            least = self.min_ranks or 1
+            return Agents(self.meeting, self.ranks, self._recovery(least), self._watch, signals)
         least = self.min_ranks or self.ranks
-        count = next((size for size in range(len(able), 0, -1) if size >= least and self.fits(size)), None)
-        return able[:count] if count is not None else None
+        places = list(self.places) or [socket.gethostname()] * self.ranks
+        return Alone(places, self._recovery(least), self._watch, signals)
 
-    def _watch(self, folder: Path, team: Sequence[str], lost: Lost | None) -> Watch:
+    def _recovery(self, least: int) -> Recovery:
+        return Recovery(self.ledger, least, self.judgement, self.hosts, self.fits)
+
+    def _watch(self, team: Sequence[str], lost: Lost | None) -> Watch:
         slow = None
         if self.slow is not None and self.rank_files is not None and len(team) > 1:
             files = [self.rank_files(rank) for rank in range(len(team))]
             slow = SlowRanks(files, StragglerWatch(self.slow, self.sharded), self.ledger, team)
-        return Watch(folder, len(team), self._judge, self.ledger, lost, slow)
+        return Watch(len(team), self._judge, self.ledger, lost, slow)
+
+    def _report(
+        self,
+        generation: int,
+        ended: Ended,
+        pulses: Mapping[int, Pulse],
+        oom: OomCounter,
+        folder: Path,
+        signals: Signals,
+    ) -> Report:
+        code = self._final(ended, signals)
+        elsewhere = ended.condemned is not None and isinstance(ended.condemned.why, Elsewhere)
+        death = examine(ended, pulses, oom) if code is None and not elsewhere else None
+        return Report(
+            generation=generation,
+            code=code,
+            death=death,
+            failed_at=ended.cause.at if ended.cause is not None else 0.0,
+            furthest=max((pulse.step for pulse in pulses.values()), default=0),
+            exit_code=_exit_code(ended),
+            detected_ns=round(ended.detected * 1e9),
+            link=self._keep_stack(death, folder) if death is not None else "",
+        )
 
     def _final(self, ended: Ended, signals: Signals) -> int | None:
         """The code of a generation after which none follows; None to judge its death."""
@@ -123,35 +130,6 @@ class Supervisor:
         if ended.first is None or mistake or signals.received:
             return launch.verdict(ended, signals)
         return None
-
-    def _write_down(
-        self, death: Death, folder: Path, hopeless: str | None, team: Sequence[str], out: str | None
-    ) -> Incident:
-        host = team[death.rank] if death.rank is not None else None
-        action = RESTART if hopeless is None else "stopped the run"
-        if out is not None:
-            action += f" without {out}"
-        return self.ledger.record(
-            death.fault,
-            death.step,
-            rank=death.rank,
-            host=host,
-            phase=death.phase,
-            evidence=death.evidence,
-            action=action,
-            detect_s=death.detect_s,
-            link=self._keep_stack(death, folder),
-        )
-
-    def _blame(self, death: Death, team: Sequence[str]) -> str | None:
-        """Counts a fault of the machine against the host of its rank; the host, when that takes it out."""
-        if self.hosts is None or death.rank is None or death.fault not in OF_THE_MACHINE:
-            return None
-        host = team[death.rank]
-        left = [place for place in team if place != host]
-        enough = any(size >= (self.min_ranks or self.ranks) and self.fits(size) for size in range(1, len(left) + 1))
-        evidence = f"step {death.step}: {death.fault}: {death.evidence}"
-        return host if self.hosts.blame(host, evidence, may_exclude=enough) else None
 
     def _keep_stack(self, death: Death, folder: Path) -> str:
         """Keeps what a hung rank wrote of its threads; returns where, empty when it wrote nothing."""
@@ -161,12 +139,6 @@ class Supervisor:
         kept = self.logs / f"hang-{death.step:08d}-rank-{death.rank or 0:05d}.stack"
         kept.write_bytes(stack.read_bytes())
         return f"{self.logs.name}/{kept.name}"
-
-
-def devices_of(team: Sequence[str]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for places that name a device ("host/cuda:3"); nothing for others."""
-    devices = [place.rpartition("/cuda:")[2] for place in team if "/cuda:" in place]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
 
 
 def _exit_code(ended: Ended) -> int:

@@ -143,10 +143,11 @@ class Wait:
                 one.send(number if self._passed_on == 1 else signal.SIGKILL)
 
     def _look(self, alive: Sequence[Rank]) -> None:
-        if self._watch is None or self._condemned is not None or self._terminate_at is not None:
+        if self._watch is None:
             return
-        self._condemned = self._watch(alive)
-        if self._condemned is not None:
+        found = self._watch(alive)  # to the end: other machines must hear that this one lives
+        if found is not None and self._condemned is None and self._terminate_at is None:
+            self._condemned = found
             self._detected = self._terminate_at = time.monotonic()
 
     def _end_the_others(self, alive: Sequence[Rank]) -> None:

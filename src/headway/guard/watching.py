@@ -1,21 +1,22 @@
-"""What the supervisor looks at while a generation runs."""
+"""What is looked at while a generation runs."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from headway.account.events import Incident
 from headway.guard.beacon import Pulse, read_pulse
-from headway.guard.hang import HangJudge
+from headway.guard.generation import Place
+from headway.guard.hang import Hang, HangJudge
 from headway.guard.ledger import Ledger
 from headway.guard.rank_lines import RankLines
 from headway.guard.stacks import with_stack
 from headway.guard.straggler import StepJoin, StragglerWatch
-from headway.guard.waiting import Ended, Rank, Watched
+from headway.guard.waiting import Rank, Watched
 
 _LOOK_S = 1.0
 
@@ -64,8 +65,8 @@ class Lost:
     step_ns: int
 
     @classmethod
-    def of(cls, incident: Incident, ended: Ended, pulses: Mapping[int, Pulse]) -> Lost:
-        detected = round(ended.detected * 1e9)
+    def of(cls, incident: Incident, detected: int, pulses: Mapping[int, Pulse]) -> Lost:
+        """`detected`: monotonic ns."""
         zero = pulses.get(0)
         return cls(
             incident,
@@ -76,47 +77,40 @@ class Lost:
         )
 
     def to_json(self) -> str:
-        return json.dumps({"told_ns": self.told_ns, "detected_ns": self.detected_ns})
+        return lost_json(self.told_ns, self.detected_ns)
+
+
+def lost_json(told_ns: int, detected_ns: int) -> str:
+    """For the ranks' clock (`account.run_clock.LOST`)."""
+    return json.dumps({"told_ns": told_ns, "detected_ns": detected_ns})
 
 
 class Watch:
-    """What the supervisor looks at while a generation runs: hangs, slow ranks, and what the last death has cost."""
+    """What is looked at while a generation runs: hangs, slow ranks, and what the last death has cost.
+
+    `ranks`: how many there are, on all machines together.
+    """
 
     def __init__(
         self,
-        folder: Path,
         ranks: int,
         judge: HangJudge,
         ledger: Ledger,
-        lost: Lost | None,
+        lost: Lost | None = None,
         slow: SlowRanks | None = None,
     ) -> None:
-        self._folder, self._ranks, self._judge, self._ledger, self._lost = folder, ranks, judge, ledger, lost
-        self._slow = slow
+        self._ranks, self._judge, self._ledger, self._lost, self._slow = ranks, judge, ledger, lost, slow
 
-    def pulses(self) -> dict[int, Pulse]:
-        found = {rank: read_pulse(self._folder, rank) for rank in range(self._ranks)}
-        return {rank: pulse for rank, pulse in found.items() if pulse is not None}
-
-    def __call__(self, alive: Sequence[Rank]) -> Watched | None:
-        pulses = self.pulses()
-        self._settle(pulses)
+    def look(self, pulses: Mapping[int, Pulse], living: Set[int]) -> Hang | None:
+        """The hang, None while everything moves, or some ranks are still starting, or leaving."""
+        self.settle(pulses)
         if self._slow is not None:
             self._slow.look()
-        living = {rank.rank: pulses[rank.rank] for rank in alive if rank.rank in pulses}
-        if len(living) < self._ranks:  # some are still starting, or leaving
-            return None
-        hang = self._judge.judge(time.monotonic_ns(), living)
-        if hang is None:
-            return None
-        process = next(rank for rank in alive if rank.rank == hang.rank)
-        return Watched(hang.rank, with_stack(hang, self._folder, process))
+        present = {rank: pulse for rank, pulse in pulses.items() if rank in living}
+        return self._judge.judge(time.monotonic_ns(), present) if len(present) == self._ranks else None
 
-    def settle(self) -> None:
-        """The generation has ended: write down what the death before it had cost, if that is known by now."""
-        self._settle(self.pulses())
-
-    def _settle(self, pulses: Mapping[int, Pulse]) -> None:
+    def settle(self, pulses: Mapping[int, Pulse]) -> None:
+        """Writes down what the death before this generation has cost, once that is known."""
         zero = pulses.get(0)
         if self._lost is None or zero is None or not zero.first_ns:
             return
@@ -125,3 +119,15 @@ class Watch:
         recover_s = (zero.first_ns - lost.detected_ns) / 1e9
         seconds = (zero.first_ns - lost.told_ns + steps * lost.step_ns) / 1e9
         self._ledger.amend(lost.incident, steps_lost=steps, seconds_lost=seconds, recover_s=recover_s)
+
+
+def condemned(hang: Hang, alive: Sequence[Rank], folder: Path) -> Watched:
+    """The living rank that hangs, with its stack."""
+    process = next(rank for rank in alive if rank.rank == hang.rank)
+    return Watched(hang.rank, with_stack(hang, folder, process))
+
+
+def read_pulses(folder: Path, place: Place) -> dict[int, Pulse]:
+    """What the beacons of this machine's ranks say."""
+    found = {rank: read_pulse(folder, rank) for rank in range(place.first, place.first + place.here)}
+    return {rank: pulse for rank, pulse in found.items() if pulse is not None}

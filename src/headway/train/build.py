@@ -70,6 +70,7 @@ from headway.train.spikes import Spikes
 from headway.train.step import Learner
 from headway.train.supply import Supply
 
+_LOCK_PATIENCE_S = 60.0
 _DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -126,7 +127,9 @@ def _build(
     if folder.final_model.is_file() or config.folder.resolve() == config.shards.resolve():
         raise UserError(f"{folder.root}: the run folder holds other things under our names; set another name")
     check_model_section(config)
-    control().on_main(lock.acquire, UserError, (UserError, OSError))
+    # After a restart the dead rank's machine may not have let go yet.
+    patience = _LOCK_PATIENCE_S if restart_of(os.environ) else 0.0
+    control().on_main(lambda: lock.acquire(patience), UserError, (UserError, OSError))
     remote = resuming.remote_place(config)
     store = CheckpointStore(folder.checkpoints, resuming.run_id(folder, remote))
     control().on_main(store.sweep, UserError, (OSError,))

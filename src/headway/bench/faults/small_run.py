@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +20,9 @@ from headway.config.run import RunConfig
 from headway.guard.beacon import light_beacon
 from headway.guard.failure import record_failure
 from headway.guard.ledger import Ledger
+from headway.guard.memory import NODE
+from headway.guard.nodes.leader import Limits
+from headway.guard.nodes.meeting import Meeting
 from headway.guard.process_group import close_process_group
 from headway.guard.processes import Start
 from headway.guard.ranks import read_rank_env, restart_of
@@ -89,8 +94,54 @@ def train_small(
     The material's run.yaml with `overrides`. Call it in a process with one thread (a campaign's case): ranks are
     forked from it.
     """
-    settings = (f"out={case.folder}", f"name={name}", f"parallel.ranks={ranks}", *overrides)
-    config = load_run(case.material / "run.yaml", list(settings)).config
+    code, folder = _supervise(case, name, fault, overrides, ranks, supervisor)
+    return SmallRun(code, folder)
+
+
+def train_on_hosts(
+    case: Case, name: str, fault: Fault, names: Sequence[str], *overrides: str, fewest: int, **supervisor: Any
+) -> tuple[SmallRun, dict[str, int]]:
+    """The same on several "hosts" of this machine: an agent each, with one rank and a shared memory of its own name. The
+    first one leads.
+
+    Returns the run (with the worst exit code of the agents that were not killed) and each agent's exit code.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    agents = {}
+    for host in names:
+        meeting = Meeting(
+            "127.0.0.1", port, Limits(fewest, len(names), 60.0, steady_s=0.3), host, case.folder / "meeting.json"
+        )
+        agents[host] = os.fork()
+        if not agents[host]:
+            os.environ[NODE] = host
+            code = 1
+            try:
+                code, _ = _supervise(case, name, fault, overrides, 1, {**supervisor, "meeting": meeting})
+            finally:
+                os._exit(code)
+        _wait_for_port(port)
+    codes = {host: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for host, pid in agents.items()}
+    return SmallRun(max(codes.values()), RunFolder(case.folder / name)), codes
+
+
+def _wait_for_port(port: int) -> None:
+    while True:
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", port)):
+                return
+        time.sleep(0.02)
+
+
+def _supervise(
+    case: Case, name: str, fault: Fault | None, overrides: Sequence[str], ranks: int, supervisor: dict[str, Any]
+) -> tuple[int, RunFolder]:
+    settings = [f"out={case.folder}", f"name={name}", *overrides]
+    if "meeting" not in supervisor:
+        settings.insert(2, f"parallel.ranks={ranks}")
+    config = load_run(case.material / "run.yaml", settings).config
     folder = RunFolder(config.folder).create()
 
     def entry(argv: Sequence[str]) -> int:
@@ -99,8 +150,8 @@ def train_small(
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     clean["OMP_NUM_THREADS"] = "1"
     supervisor.setdefault("rank_files", folder.rank)
-    code = Supervisor(Start([], entry=entry), ranks, Ledger(folder.incidents), folder.logs, clean, **supervisor).run()
-    return SmallRun(code, folder)
+    ledger = Ledger(folder.incidents)
+    return Supervisor(Start([], entry=entry), ranks, ledger, folder.logs, clean, **supervisor).run(), folder
 
 
 def twin(case: Case, *overrides: str, ranks: int = 2) -> SmallRun:
@@ -178,3 +229,12 @@ def step_times(history: History) -> list[float]:
     """Wall clock of every step line in seconds."""
     lines: list[StepLine] = [line for session in history.sessions for line in session.steps]
     return [line.wall_ns / 1e9 for line in lines]
+
+
+def same_documents(one: Sequence[StepLine], two: Sequence[StepLine]) -> bool:
+    """Whether two runs had the same documents in every step, and losses within rounding of each other."""
+    return len(one) == len(two) and all(
+        (a.tokens, a.trained_tokens, a.documents) == (b.tokens, b.trained_tokens, b.documents)
+        and abs((a.loss or 0) - (b.loss or 0)) < 1e-4
+        for a, b in zip(one, two, strict=True)
+    )
