@@ -34,7 +34,9 @@ def test_a_rank_killed_on_another_host_is_found_and_all_start_again(tmp_path: Pa
             os.kill(os.getpid(), signal.SIGKILL)
 
     hosts = Hosts(tmp_path, fault, 2, 2)
-    hosts.start("a", "b")
+    hosts.start("a")
+    hosts.opened()
+    hosts.start("b")
     assert hosts.wait() == {"a": 0, "b": 0}, hosts.said()
     assert hosts.state == twin()
     (incident,) = hosts.incidents
@@ -48,7 +50,9 @@ def test_a_lost_host_is_left_out(tmp_path: Path) -> None:
             lose_host()
 
     hosts = Hosts(tmp_path, fault, 1, 3, lost_s=1.0)
-    hosts.start("a", "b", "c")
+    hosts.start("a")
+    hosts.opened()
+    hosts.start("b", "c")
     codes = hosts.wait()
     assert codes == {"a": 0, "b": 0, "c": -9}, hosts.said()
     (incident,) = hosts.incidents
@@ -145,7 +149,9 @@ def test_a_stopped_rank_is_named_across_hosts(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     hosts = Hosts(tmp_path, fault, 2, 2, hang_least_s=1.0)
-    hosts.start("a", "b")
+    hosts.start("a")
+    hosts.opened()
+    hosts.start("b")
     assert hosts.wait() == {"a": 0, "b": 0}, hosts.said()
     (incident,) = hosts.incidents
     assert (incident.fault, incident.host, incident.rank) == ("hang", "b", 1) and "SIGSTOP" in incident.evidence
@@ -158,6 +164,8 @@ def test_sigterm_to_one_agent_saves_everywhere(tmp_path: Path) -> None:
             time.sleep(0.3)
 
     hosts = Hosts(tmp_path, fault, 2, 2)
-    hosts.start("a", "b")
+    hosts.start("a")
+    hosts.opened()
+    hosts.start("b")
     assert hosts.wait() == {"a": 75, "b": 75}, hosts.said()
     assert hosts.incidents == [] and len(hosts.state) in (6, 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -211,8 +212,6 @@ def test_a_changed_layout_is_laid_out_anew(tmp_path: Path) -> None:
 
 def two_nodes(rank: int, root: Path) -> list[Any]:
     """Two ranks that each believe to be alone on their node."""
-    import os
-
     os.environ["HEADWAY_NODE"] = f"node-{rank}"
     model = tiny_model(0, "fsdp")
     optimizer = tiny_optimizer(model)
@@ -236,3 +235,25 @@ def two_nodes(rank: int, root: Path) -> list[Any]:
 
 def test_on_two_nodes_the_disk_serves_and_the_store_is_whole(tmp_path: Path) -> None:
     assert on_ranks(2, two_nodes, tmp_path) == [["disk", [], True, []]] * 2
+
+
+def test_a_nodes_part_is_no_checkpoint_for_whoever_is_alone_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two nodes, then one: its memory holds sound files of one rank, which must not be taken for the state."""
+    on_ranks(2, half_of_it, tmp_path)
+    monkeypatch.setenv("HEADWAY_NODE", "node-0")
+    tiers = make(tmp_path)
+    assert tiers.memory is not None and len(list(tiers.memory.root.glob("step-*"))) == 1
+    assert tiers.newest() is None
+    tiers.close(over=True)
+
+
+def half_of_it(rank: int, root: Path) -> None:
+    os.environ["HEADWAY_NODE"] = f"node-{rank}"
+    model = tiny_model(0, "fsdp")
+    optimizer = tiny_optimizer(model)
+    train(model, optimizer, 1)
+    tiers = make(root)
+    assert begin(tiers, model, optimizer, 1, disk=False) and tiers.settle(60)
+    tiers.close(over=False)

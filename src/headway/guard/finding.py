@@ -6,9 +6,10 @@ from collections.abc import Set
 from dataclasses import dataclass, replace
 
 from headway.account.errors import Refused
-from headway.guard import layout
+from headway.guard import layout, writing
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.layout import CheckpointFailed, CheckpointRef
+from headway.guard.manifest import read_manifest
 from headway.guard.object_store import ObjectStore
 from headway.guard.remote import fetch_newest
 
@@ -83,6 +84,8 @@ class Finder:
             assert store is not None
             ref = replace(ref, path=store.root / ref.name)  # rank 0's path may be another node's
             problems = store.verify(ref)
+            if not problems and tier == "memory" and self.disk.control.broadcast(_is_a_part(ref)):
+                continue
             if not problems:
                 return Found(tier, store, ref)
             rejected.append(f"{ref.name} ({tier}): {'; '.join(problems)}")
@@ -100,3 +103,9 @@ class Finder:
             return None, [f"the store {self.remote.url}: {problem}"]
         tier = next((name for name, root in roots.items() if ref is not None and ref.path.parent == root), None)
         return tier, rejected
+
+
+def _is_a_part(ref: CheckpointRef) -> bool:
+    """A node's memory holds its own ranks' part only: sound by itself, and no checkpoint where there were others."""
+    manifest = read_manifest(ref)
+    return any(writing.rank_file(rank) not in manifest.files for rank in range(manifest.world_size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -36,6 +37,7 @@ from headway.train.hook import HookPlace
 from headway.train.loop import train as run_loop
 from headway.train.run import Run
 
+_PATIENCE_S = 120.0
 _CODES = {"done": 0, "preempted": 75}
 
 
@@ -101,8 +103,8 @@ def train_small(
 def train_on_hosts(
     case: Case, name: str, fault: Fault, names: Sequence[str], *overrides: str, fewest: int, **supervisor: Any
 ) -> tuple[SmallRun, dict[str, int]]:
-    """The same on several "hosts" of this machine: an agent each, with one rank and a shared memory of its own name. The
-    first one leads.
+    """The same on several "hosts" of this machine: an agent each, with one rank and a shared memory of its own name.
+    The first one leads.
 
     Returns the run (with the worst exit code of the agents that were not killed) and each agent's exit code.
     """
@@ -123,8 +125,20 @@ def train_on_hosts(
             finally:
                 os._exit(code)
         _wait_for_port(port)
-    codes = {host: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for host, pid in agents.items()}
+    codes = {host: _ended(pid) for host, pid in agents.items()}
     return SmallRun(max(codes.values()), RunFolder(case.folder / name)), codes
+
+
+def _ended(pid: int) -> int:
+    """Its exit code, -9 for one that is not done after two minutes."""
+    until = time.monotonic() + _PATIENCE_S
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
 
 
 def _wait_for_port(port: int) -> None:
