@@ -251,7 +251,13 @@ def recomputing(again: bool) -> Kineto:
 def compiling(steps: set[int]) -> Kineto:
     def work(trace: Kineto, number: int) -> None:
         if number in steps:
-            with trace.annotated("_compile.compile_inner (dynamo_timed)"):
+            with trace.annotated("entire_frame_compile_data: fn_name=_compile.compile_inner, compile_id=0/3"):
+                pass
+            with (
+                trace.annotated("dynamo"),
+                trace.annotated("entire_frame_compile"),
+                trace.annotated("_compile.compile_inner (dynamo_timed)"),
+            ):
                 trace.host(4000.0)
         clean_step(trace)
 

@@ -108,6 +108,14 @@ def test_stragglers(late: Callable[[int, int], float], name: str | None, tmp_pat
         assert "slow_host_work" in " ".join(finding.evidence) or "host" in " ".join(finding.evidence)
 
 
+def test_a_compilation_counts_once_under_however_many_names(tmp_path: Path) -> None:
+    """PyTorch writes each as nested ranges and an annotation about them; one of three is what a dynamic shape leaves."""
+    finding = found(diagnosed(tmp_path, causes.compiling({2, 3, 4})), "recompilation-storm")
+    assert finding is not None and finding.evidence[0].startswith("3 compilations, 12.0 ms, in 3 of 4 steps")
+    assert finding.upper_ns == pytest.approx(3 * 4_000_000, rel=0.01)
+    assert finding.lower_ns == pytest.approx(2 * 4_000_000, rel=0.01)
+
+
 def test_recompute_is_a_finding_only_where_memory_is_known_to_be_free(tmp_path: Path) -> None:
     again = read_job([causes.recomputing(True).write(tmp_path / "a.json")])
     without = read_job([causes.recomputing(False).write(tmp_path / "b.json")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 from diagnose.causes import recomputing
+from headway.diagnose.diagnosis import diagnose_job
 from headway.diagnose.facts import DeviceFacts, RankFacts
 from headway.diagnose.job import read_job
 from headway.diagnose.phases import FORWARD, RECOMPUTE
@@ -55,6 +57,39 @@ def test_recompute_is_told_from_backward(how: str, tmp_path: Path) -> None:
     assert products(rank, FORWARD) == 24
     assert products(rank, RECOMPUTE) == {"plain": 0, "reentrant": 24, "not reentrant": 24}[how]
     assert (total("compute.recompute") > 0) == (how != "plain")
+
+
+class Slow(torch.nn.Module):
+    """Python before its first operator, and between that and its last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.004)
+        x = self.first(x)
+        time.sleep(0.006)
+        return self.last(x)
+
+
+def test_a_checkpoints_python_is_recompute_and_no_backward(tmp_path: Path) -> None:
+    """On a CPU the node is open all the while, so what lies between the operators is a piece of the node."""
+    model, path = Slow(), tmp_path / "t.json"
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for step in range(2):
+            with record_function(f"ProfilerStep#{step}"):
+                x = torch.randn(8, 16, requires_grad=True)
+                checkpoint(model, x, use_reentrant=False).sum().backward()
+    recorded.export_chrome_trace(str(path))
+    total = read_job([path]).ranks[0].device().account.total
+    assert total("compute.recompute") >= 2 * 10_000_000
+    finding = next(
+        item for item in diagnose_job(read_job([path]), memory_free=0.8).findings if item.name.startswith("recompute")
+    )
+    # A hook in forward for each one in backward, at most as much host time as there is.
+    assert 0 < finding.claims["idle.host"] <= total("host.other")
+    assert finding.lower_ns < 2 * 10_000_000 <= finding.upper_ns
 
 
 def test_an_event_without_a_backward_in_the_trace_has_no_phase(tmp_path: Path) -> None:

@@ -148,10 +148,14 @@ def _mixed_once(x: Tensor) -> Tensor:  # the compiler keeps what it compiled by 
 
 
 def recompiling(bad: bool) -> Planted:
-    """Another sequence length each step, a function compiled for each (traced, not generated), or once for all."""
+    """Another sequence length each step, a function compiled for each (traced, not generated), or once for all.
+
+    Each length comes once, long and short ones in turn: the two forms have not made the same number of steps when they
+    are compared, and must not differ in length.
+    """
     form = Form()
     loop = Loop(form)
-    lengths, at = [64 + 2 * number for number in range(200)], [0]
+    lengths, at = [64 + 159 * number % 256 for number in range(256)], [0]
     torch._dynamo.config.recompile_limit = 10_000
     compiled = torch.compile(_mixed if bad else _mixed_once, backend="eager", dynamic=not bad)
     loop.forward = lambda ids: compiled(loop.model(ids))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from headway.account.intervals import Intervals, measure, subtract, union
+from headway.account.intervals import measure, subtract, union
 from headway.diagnose.facts import KINDS, NONE, GpuClass, GpuEvents, HostEvents, HostKind, Int8, Int64, Window
 from headway.diagnose.linking import innermost_open
 from headway.diagnose.shares import of_events
@@ -49,7 +49,9 @@ def phases(host: HostEvents, names: Sequence[str], events: GpuEvents, on_gpu: bo
         return unknown
     at = launched[known]
     starts, ends, threads, region = _with_checkpoints(host, names, row, region)
-    inside = innermost_open(host.start[at], host.thread[at], starts, ends, threads)
+    # On a CPU an event is a piece of its operator; a node's later pieces may lie in a checkpoint that ran under it.
+    moment = host.start[at] if on_gpu else events.start[known]
+    inside = innermost_open(moment, host.thread[at], starts, ends, threads)
     found = np.where(inside == NONE, FORWARD, region[inside]).astype(np.int8)
     kind = events.kind[known]
     found[(kind == _OPTIMIZER_KIND) & (found == FORWARD)] = OPTIMIZER
@@ -79,8 +81,11 @@ _PATTERNS = [(phase, re.compile(pattern)) for phase, pattern in _REGIONS]
 def _with_checkpoints(
     host: HostEvents, names: Sequence[str], row: Int64, region: Int8
 ) -> tuple[Int64, Int64, np.ndarray, Int8]:
-    """The regions, and a checkpoint's forward inside a built-in backward: from its first forward-only operator to its
-    last. Sorted by start, an enclosing region first."""
+    """The regions, and a checkpoint's forward inside a built-in backward. Sorted by start, an enclosing one first.
+
+    A node asks for its saved tensors before it computes anything, so the recompute begins with the node; it is over
+    where the first operator behind the last forward-only one begins.
+    """
     starts, ends, threads = host.start[row], host.end[row], host.thread[row]
     built_in = np.array([bool(_BUILT_IN.match(name)) for name in names] or [False])
     only = np.array([bool(_FORWARD_ONLY.match(name)) for name in names] or [False])
@@ -90,24 +95,29 @@ def _with_checkpoints(
         node = innermost_open(host.start[ops], host.thread[ops], host.start[nodes], host.end[nodes], host.thread[nodes])
         within, node = ops[node != NONE], node[node != NONE]
         if len(node):
-            first, last = np.full(len(nodes), np.iinfo(np.int64).max), np.full(len(nodes), -1, np.int64)
-            np.minimum.at(first, node, host.start[within])
+            last = np.full(len(nodes), -1, np.int64)
             np.maximum.at(last, node, host.end[within])
             used = np.flatnonzero(last >= 0)
-            starts = np.concatenate((starts, first[used]))
-            ends = np.concatenate((ends, last[used]))
+            until = np.minimum(_next_start(host, last[used], host.thread[nodes[used]]), host.end[nodes[used]])
+            starts = np.concatenate((starts, host.start[nodes[used]]))
+            ends = np.concatenate((ends, until))
             threads = np.concatenate((threads, host.thread[nodes[used]]))
             region = np.concatenate((region, np.full(len(used), RECOMPUTE, np.int8)))
-    order = np.lexsort((-ends, starts))
+    # Where a checkpoint begins with its node, the node encloses it.
+    order = np.lexsort((region == RECOMPUTE, -ends, starts))
     return starts[order], ends[order], threads[order], region[order]
 
 
-def recompute_spans(host: HostEvents, names: Sequence[str]) -> Intervals:
-    """When the host ran a forward again: its operators and the Python between them."""
-    row, region = _regions(host, names)
-    starts, ends, _, region = _with_checkpoints(host, names, row, region)
-    again = region == RECOMPUTE
-    return union(np.stack((starts[again], ends[again]), axis=1))
+def _next_start(host: HostEvents, after: Int64, thread: np.ndarray) -> Int64:
+    """Start of the first operator on the same thread at or after each moment; the end of time where there is none."""
+    found = np.full(len(after), np.iinfo(np.int64).max)
+    for one in np.unique(thread).tolist():
+        starts = host.start[(host.thread == one) & (host.kind == HostKind.OP)]
+        asked = np.flatnonzero(thread == one)
+        at = np.searchsorted(starts, after[asked], "left")
+        there = at < len(starts)
+        found[asked[there]] = starts[at[there]]
+    return found
 
 
 def compute_by_phase(events: GpuEvents, phase: Int8, window: Window) -> dict[str, int]:

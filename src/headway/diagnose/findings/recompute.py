@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from headway.account.intervals import clip, intersect, measure
 from headway.diagnose.case import Case
 from headway.diagnose.finding import Finding
-from headway.diagnose.phases import recompute_spans
-from headway.diagnose.view import ms
+from headway.diagnose.phases import PHASES
+from headway.diagnose.view import View, ms
 
 NOTABLE, FREE = 0.03, 0.25
 
 
 def find(case: Case) -> Iterator[Finding]:
-    """Upper bound: the forward work inside backward; on a CPU with the Python between its operators. Surely won: the
-    share of layers whose activations the free memory holds (half of it, to leave room)."""
+    """Upper bound: the forward work inside backward; on a CPU as much Python again in forward as it has between its
+    operators, since every saved tensor passes a hook there too. Surely won: the share of layers whose activations the
+    free memory holds (half of it, to leave room)."""
     if case.memory_free is None or case.memory_free < FREE:
         return
     view = case.view
@@ -24,10 +24,14 @@ def find(case: Case) -> Iterator[Finding]:
         return
     claims = {"recompute": spent}
     if not view.on_gpu:
-        window = view.device.window
-        again = clip(recompute_spans(view.rank.host, view.rank.names), window.start_ns, window.end_ns)
-        claims["idle.host"] = measure(intersect(view.gap_intervals(view.gaps("host")), again))
+        claims["idle.host"] = min(view.gap_time(view.gaps("host")), _between_operators(view))
     yield recompute_finding(spent, view.wall_ns, case.memory_free, case.memory_text, claims)
+
+
+def _between_operators(view: View) -> int:
+    """ns of recompute in which only the backward node is open, and no operator under it."""
+    again = view.device.phase == PHASES.index("recompute")
+    return view.time(again & view.named(r"Backward\d*$") & view.inside)
 
 
 def recompute_finding(spent: int, wall_ns: int, free: float, memory: str, claims: Mapping[str, int]) -> Finding:
