@@ -9,6 +9,7 @@ import pytest
 
 from headway.account.events import StepLine, TraceLine
 from headway.account.tree import STEP
+from headway.diagnose import periodic
 from headway.diagnose.background import compress, wait_for_ranks
 from headway.diagnose.job import Options, read_job
 from headway.diagnose.open import open_diagnosis
@@ -80,6 +81,67 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path, capsys: pyt
     hook.pause()
     assert hook.close() == []
     assert "was not written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("every", "ranks", "step_ms", "cost_s", "traced"),
+    [
+        (1000, 1, 400, 1.0, [1000, 2000, 3000, 4000, 5000]),  # 0.25 %
+        (1000, 1, 40, 1.0, [3000, 5000]),  # 40 s a thousand steps: the first 100 s are too short for any
+        (1000, 1, 40, 3.0, [3000]),
+        (1000, 2, 40, 3.0, [1000, 2000, 3000, 4000, 5000]),  # ranks cannot agree on what to leave out
+        (50, 1, 400, 9.0, list(range(50, 5001, 50))),  # who asks for so many gets them
+    ],
+)
+def test_traces_stay_within_their_share_of_a_long_run(
+    every: int,
+    ranks: int,
+    step_ms: int,
+    cost_s: float,
+    traced: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [0]
+    monkeypatch.setattr(periodic.time, "perf_counter_ns", lambda: now[0])
+    hook = PeriodicTrace(HookPlace(tmp_path, 0, ranks, 0, StepClock("cpu")), every=every, steps=1)
+    begun = []
+
+    def begin(step: int) -> None:
+        begun.append(step)
+        hook._spent_ns += int(cost_s * 1e9)
+        hook._expected_ns = int(cost_s * 1e9)
+
+    monkeypatch.setattr(hook, "_begin", begin)
+    for step in range(1, 5001):
+        now[0] += step_ms * 1_000_000
+        hook.begin_step(step)
+    assert begun == traced
+    if ranks == 1 and every >= 100:
+        assert len(begun) * cost_s <= 0.01 * now[0] / 1e9 + cost_s
+
+
+def test_what_the_background_took_is_written_down(traced: Path) -> None:
+    folder = traced.parent / "runs" / "tiny" / "traces" / "step-00000004"
+    assert periodic._background_ns(folder) > 10_000_000
+    assert periodic._background_ns(folder / "nothing") == 0
+
+
+def test_a_naive_run_is_told_of_its_padding(tmp_path: Path) -> None:
+    """Through the trainer: rows padded to the longest; the range follows from the tokens that the run counted."""
+    file = run_file(
+        tmp_path, train={"steps": 5, "global_batch_sequences": 8}, checkpoint={"at_end": False},
+        data={"slots": None}, log={"quiet": True, "profile_every": 4, "profile_steps": 1},
+    )  # fmt: skip
+    file.write_text("preset: naive\n" + file.read_text().replace("  slots: null\n", ""))
+    run(file)
+    naive = open_diagnosis([tmp_path / "runs" / "tiny"], Options(), Said())
+    finding = next(item for item in naive.findings if item.name == "padding")
+    assert naive.run is not None
+    share = 1 - sum(line.tokens for line in naive.run.steps) / sum(line.slots for line in naive.run.steps)
+    assert 0.1 < share and finding.gain[0] <= share and finding.gain[1] == pytest.approx(share, abs=0.02)
+    assert finding.proposal().change["data.pack"] == "best_fit"
+    assert naive.rank is not None  # its own periodic trace was read with it
 
 
 def test_a_missing_rank_is_waited_for_and_not_for_ever(tmp_path: Path) -> None:

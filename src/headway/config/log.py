@@ -23,7 +23,7 @@ class LogConfig(Section):
         default=1000,
         ge=1,
         description="Optimizer steps between periodic traces, each diagnosed in a process of its own; null for none. "
-        "1000 keeps their cost below 1 % of the wall clock.",
+        "From 100 on, a run of one rank leaves out those that would make their cost more than 1 % of the wall clock.",
     )
     profile_steps: int = Field(
         default=3,

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
-import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headway.diagnose.piece import Piece, piece_of
 from headway.diagnose.records import UNDECODABLE, decode_list
 from headway.diagnose.source import is_gzip
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
 
 SPACE = b" \t\r\n"
 _SLOT = 2 << 20  # bytes of a stretch that a process is handed; longer ones are decoded here
@@ -69,11 +70,14 @@ class Pool:
     """
 
     def __init__(self, workers: int, slot: int = _SLOT) -> None:
+        import fcntl
+        import multiprocessing
+
         self.depth = 2 * workers + 1
         self._slot = slot
         self._shared = mmap.mmap(-1, self.depth * slot)
         self._ends: list[tuple[Connection, Connection]] = []  # (to a worker, from it)
-        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._processes: list[BaseProcess] = []
         self._given = 0
         fork = multiprocessing.get_context("fork")
         for _ in range(workers):
@@ -153,12 +157,15 @@ def decoder_for(path: Path, workers: int | None = None) -> Iterator[Decoder]:
 
 def worth(path: Path) -> int:
     """How many processes a file is worth. Forking is safe where this process has one thread and may have children."""
-    if sys.platform != "linux" or threading.active_count() > 1 or multiprocessing.current_process().daemon:
+    if sys.platform != "linux" or threading.active_count() > 1:
         return 0
     cores = len(os.sched_getaffinity(0))
     try:
-        size = path.stat().st_size
-        worth = size >= (_WORTH_GZIP if is_gzip(path) else _WORTH_PLAIN)
+        worthwhile = path.stat().st_size >= (_WORTH_GZIP if is_gzip(path) else _WORTH_PLAIN)
     except OSError:  # the reader says what is wrong with it
         return 0
-    return min(cores, _MOST_WORKERS) if worth and cores > 1 else 0
+    if not worthwhile or cores < 2:
+        return 0
+    import multiprocessing
+
+    return 0 if multiprocessing.current_process().daemon else min(cores, _MOST_WORKERS)

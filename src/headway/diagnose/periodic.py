@@ -30,6 +30,11 @@ from headway.train.hook import HookPlace
 DIAGNOSIS = "diagnosis.json"
 # At the end of a run a diagnosis may still be going on; the run is not kept waiting for it longer than this.
 _LAST_WAIT_S = 20.0
+# The share of a run that its traces may cost, the work in the background counted as if it were waited for.
+AT_MOST = 0.01
+# Who asks for a trace more often than this wants to see, not to spare.
+_SPARING_FROM = 100
+_EXPECTED_NS = 1_000_000_000  # of the first trace: about what one costs on a CPU
 
 
 def trace_folder(root: Path, step: int) -> Path:
@@ -57,6 +62,9 @@ class PeriodicTrace:
         place: the run folder, the rank, the clock whose phases become ranges of the trace.
         every: steps between traces; a trace begins with each step that it divides.
         steps: steps of a trace; fewer where an evaluation or a checkpoint comes between.
+
+    With `every` of 100 or more and one rank, a trace that would bring their cost above AT_MOST of the time since the
+    start is left out; ranks have no way to leave out the same one.
     """
 
     def __init__(self, place: HookPlace, every: int, steps: int = 3) -> None:
@@ -69,6 +77,9 @@ class PeriodicTrace:
         self._seen = 0
         self._cost_ns = 0
         self._job: _Job | None = None
+        self._began = time.perf_counter_ns()
+        self._spent_ns = 0
+        self._expected_ns = _EXPECTED_NS
 
     def begin_step(self, step: int) -> Sequence[Line]:
         started = time.perf_counter_ns()
@@ -76,7 +87,7 @@ class PeriodicTrace:
         if self._profile is not None and self._seen >= self._steps:
             self._write()
         due = step % self._every == 0 and self._profile is None
-        if due and self._job is None:
+        if due and self._job is None and self._affordable():
             self._begin(step)
         if self._profile is not None:
             self._seen += 1
@@ -99,6 +110,11 @@ class PeriodicTrace:
             except subprocess.TimeoutExpired:
                 return []
         return self._finished()
+
+    def _affordable(self) -> bool:
+        if self._every < _SPARING_FROM or self._place.world_size > 1:
+            return True
+        return self._spent_ns + self._expected_ns <= AT_MOST * (time.perf_counter_ns() - self._began)
 
     def _begin(self, step: int) -> None:
         activities = [ProfilerActivity.CPU]
@@ -142,6 +158,8 @@ class PeriodicTrace:
         self._job = None
         if self._place.rank != 0:
             return []
+        self._expected_ns = job.cost_ns + _background_ns(job.folder)
+        self._spent_ns += self._expected_ns
         return [self._line(job)]
 
     def _line(self, job: _Job) -> TraceLine:
@@ -159,6 +177,14 @@ class PeriodicTrace:
         except (OSError, orjson.JSONDecodeError, KeyError, msgspec.ValidationError) as error:
             note = f"the trace could not be diagnosed (see {head['path']}/diagnosis.log): {error}"
             return msgspec.convert({**head, "note": note}, TraceLine)
+
+
+def _background_ns(folder: Path) -> int:
+    """CPU time of the process that diagnosed, as it wrote it down; 0 where it could not."""
+    try:
+        return int(read_json(folder / DIAGNOSIS)["background_ns"])
+    except (OSError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        return 0
 
 
 def _start(folder: Path, rank: int, world_size: int) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,10 +20,10 @@ def write_diagnosis(folder: Path, paths: Sequence[Path], world_size: int) -> Pat
     try:
         diagnosis = diagnose_job(read_job(paths, Options(workers=0)))  # the cores belong to the training beside it
     except UserError as error:
-        write_json(target, {"version": 1, "trace_line": {"note": str(error)}})
+        write_json(target, {"version": 1, "trace_line": {"note": str(error)}, "background_ns": time.process_time_ns()})
         return target
     line = trace_line(diagnosis)
     if len(paths) < world_size:
         line["note"] = f"{world_size - len(paths)} of {world_size} ranks wrote no trace; {line['note']}"
-    write_json(target, {**diagnosis.to_dict(), "trace_line": line})
+    write_json(target, {**diagnosis.to_dict(), "trace_line": line, "background_ns": time.process_time_ns()})
     return target

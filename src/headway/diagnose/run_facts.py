@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import yaml
 
 from headway.account.account import Account, NotClosed, sum_accounts
 from headway.account.events import RankLine, StepLine
@@ -172,6 +171,8 @@ def _ranks(folder: RunFolder, steps: list[StepLine]) -> tuple[dict[int, tuple[Ra
 
 
 def _yaml(path: Path, problems: list[str]) -> Mapping[str, Any]:
+    import yaml  # takes as long as numpy to import, and the diagnosis beside a run reads none
+
     if not path.is_file():
         return {}
     try:
