@@ -1,8 +1,15 @@
 #!/usr/bin/env bash
 # Correctness, then timing, of every GPU path, in under 4 minutes; a short table last.
 #   scripts/gpu_check.sh SHARDS_FOLDER [OUT]      SHARDS_FOLDER: real chats, from `headway data prepare`
+#   scripts/gpu_check.sh --cpu SHARDS_FOLDER [OUT]   every line on a CPU with a tiny model: is the script itself right?
 set -uo pipefail
 cd "$(dirname "$0")/.."
+device=cuda
+if [ "${1:-}" = --cpu ]; then
+  device=cpu
+  shift
+  export HEADWAY_CHECK_ON_CPU=1 OMP_NUM_THREADS=1
+fi
 shards=${1:?give a folder of prepared shards}
 out=${2:-gpu_check_out}
 python=${PYTHON:-python3}
@@ -10,28 +17,68 @@ export PYTHONPATH="$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLIN
 export PYTORCH_ALLOC_CONF=expandable_segments:True HEADWAY_HOME=$out/home
 mkdir -p "$out"
 failed=0
+# On a slow CPU the script is tried whole, however long it takes.
+ends=$((SECONDS + ($([ $device = cuda ] && echo 235 || echo 3600))))
+
+within() { # seconds of its own, command: never past the end of the whole
+  local own=$1 left=$((ends - SECONDS)); shift
+  [ $device = cuda ] || own=$left
+  [ "$left" -gt 2 ] || { echo "no time is left for: $*"; return 124; }
+  timeout $((own < left ? own : left)) "$@"
+}
+check() { [ "${PIPESTATUS[0]}" = 0 ] || { failed=1; echo "FAILED $1"; }; }
+
+run_file=scripts/gpu_check.yaml
+if [ $device = cpu ]; then
+  run_file=$out/cpu.yaml
+  "$python" - "$run_file" <<'PY'
+import sys
+import yaml
+run = yaml.safe_load(open("scripts/gpu_check.yaml"))
+run["device"], run["train"]["precision"], run["train"]["steps"] = "cpu", "float32", 4
+run["data"]["seq_len"] = 128
+run["model"]["config"].update(
+    hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16
+)
+yaml.safe_dump(run, open(sys.argv[1], "w"))
+PY
+fi
 
 echo "== correctness"
-timeout 150 "$python" -m pytest tests/gpu -q -p no:cacheprovider 2>&1 | tee "$out/tests.txt" | tail -25
-[ "${PIPESTATUS[0]}" = 0 ] || failed=1
+# First what no card had seen: the newer paths and our Triton kernels (skipped where Triton is missing).
+within 60 "$python" -m pytest tests/gpu/test_newer_paths.py tests/gpu/test_kernels_gpu.py tests/model/test_triton_kernels.py \
+  -q -p no:cacheprovider 2>&1 | tee "$out/tests_newer.txt" | tail -15
+check "newer paths"
+within 75 "$python" -m pytest tests/gpu/test_model_gpu.py tests/gpu/test_train_gpu.py -q -p no:cacheprovider 2>&1 \
+  | tee "$out/tests.txt" | tail -15
+check "model and training"
 
 echo "== peak"
-timeout 40 "$python" -m headway bench peak --device cuda --dtype bf16 --seconds 3 | tee "$out/peak.txt"
+dtype=$([ $device = cuda ] && echo bf16 || echo fp32)
+within 15 "$python" -m headway bench peak --device $device --dtype "$dtype" --seconds 2 | tee "$out/peak.txt"
+check peak
 
+slots=$([ $device = cuda ] && echo 16384 || echo 256)
 echo "== kernels: every candidate checked and timed on the card"
-timeout 60 "$python" -m headway bench kernels scripts/gpu_check.yaml "data.sources=[$shards]" --seconds 40 \
-  2>&1 | tee "$out/kernels.txt" | tail -40
-[ "${PIPESTATUS[0]}" = 0 ] || failed=1
+within 45 "$python" -m headway bench kernels "$run_file" "data.sources=[$shards]" "data.slots=$slots" --seconds 30 \
+  2>&1 | tee "$out/kernels.txt" | tail -60
+check kernels
 
 train() { # name, overrides
   local name=$1; shift
-  timeout 100 "$python" -m headway train scripts/gpu_check.yaml "name=$name" "out=$out/runs" "data.sources=[$shards]" "$@" \
+  within 40 "$python" -m headway train "$run_file" "name=$name" "out=$out/runs" "data.sources=[$shards]" "$@" \
     > "$out/$name.txt" 2>&1 || { failed=1; echo "FAILED $name"; tail -15 "$out/$name.txt"; }
 }
 echo "== training"
+packed="data.slots=$slots train.global_batch_sequences=2"
+train packed preset=fast $packed
+train packed-compiled preset=fast train.compile=true $packed
+train packed-memory preset=fast checkpoint.memory_every=4 data.loader=process $packed
+train packed-recompute preset=fast model.recompute=full $packed
 train naive preset=naive train.global_batch_sequences=32
-train packed preset=fast data.slots=16384 train.global_batch_sequences=2
-train packed-recompute preset=fast data.slots=16384 train.global_batch_sequences=2 model.recompute=full
+for name in packed packed-compiled packed-memory; do
+  grep -h "^kernels:\|^compile:\|^memory:\|^checkpoints:" "$out/$name.txt" | sed "s/^/$name  /" | cut -c1-200
+done
 
 echo "== table"
 "$python" scripts/gpu_table.py "$out/runs"
