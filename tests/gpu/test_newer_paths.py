@@ -41,14 +41,23 @@ DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 NARROW = torch.bfloat16 if CUDA else torch.float32
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 1, 64), (4, 4, 80), (6, 2, 96), (8, 2, 128)])
-@pytest.mark.parametrize("extra", ["plain", "window", "softcap"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "extra"),
+    [
+        (4, 1, 64, "plain"),
+        (4, 4, 80, "plain"),
+        (6, 2, 96, "window"),
+        (8, 2, 128, "plain"),
+        (8, 2, 128, "window"),
+        (8, 2, 128, "softcap"),  # the one that FlexAttention is compiled for
+    ],
+)
 def test_every_path_of_attention_that_is_offered_is_right(heads: int, kv_heads: int, head_dim: int, extra: str) -> None:
     window, softcap = (33 if extra == "window" else None), (5.0 if extra == "softcap" else None)
     kind = Kind(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap, False)
     for lengths in ((8193,), (16,) * 500, (700, 1, 90)):
         slots = 8193 if CUDA else 513
-        found = choose(attention_case(kind, slots, lengths, NARROW, DEVICE), 30)
+        found = choose(attention_case(kind, slots, lengths, NARROW, DEVICE), 5)
         assert not [(r.name, r.reason) for r in found.results if r.wrong]
 
 
