@@ -45,6 +45,25 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+_FROZEN = {"objects": 0}
+_WORTH_A_LOOK = 300_000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _libraries_are_not_garbage() -> None:
+    """Every run collects garbage when it starts, and would look through all that torch and transformers made."""
+    import gc
+
+    grown = gc.get_freeze_count() - _FROZEN["objects"]
+    if _FROZEN["objects"] and grown < _WORTH_A_LOOK:
+        gc.freeze()
+        return
+    gc.unfreeze()  # the runs of earlier files left their models here
+    gc.collect()
+    gc.freeze()
+    _FROZEN["objects"] = gc.get_freeze_count()
+
+
 @pytest.fixture
 def shared() -> Path:
     """The folder of real data and cases beside the checkout; tests that need it skip where it is absent."""

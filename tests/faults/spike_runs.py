@@ -20,7 +20,7 @@ from headway.train.build import build_run
 from headway.train.loop import train
 from headway.train.run import Run
 from headway.train.step_lines import StepLines
-from tiny import make_chats, run_file
+from tiny import config, make_chats, run_file
 
 STEPS = 60
 Plant = Callable[[Run], None]
@@ -53,8 +53,9 @@ def material(folder: Path, **sections: Any) -> Path:
     """A run file whose runs have enough clean steps for spikes to be told from noise."""
     path = run_file(
         folder,
-        data={"slots": 256, "prefetch": 1},
-        train={"steps": STEPS, "global_batch_sequences": 4},
+        model={"config": config(num_hidden_layers=1)},
+        data={"slots": 512, "prefetch": 1},
+        train={"steps": STEPS, "global_batch_sequences": 2},
         optim={"lr": 5e-3},
         schedule={"kind": "constant"},
         checkpoint={"at_end": False},

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,7 +71,7 @@ def once(at: int, work: Callable[[Run], None]) -> Plant:
 
 
 def one_nan(run: Run) -> None:
-    weight = run.learner.replicas.module.model.layers[1].mlp.up_proj.weight
+    weight = run.learner.replicas.module.model.layers[0].mlp.up_proj.weight
 
     def poison(grad: torch.Tensor) -> torch.Tensor:
         hook.remove()
@@ -84,7 +86,7 @@ def test_row_19_one_nan_in_one_gradient(path: Path, clean: Ran) -> None:
     found = ran(path, "name=row19", SHORT, plant=once(AT, one_nan))
     (incident,) = found.incidents
     assert incident.fault == "not finite" and incident.step == AT and incident.steps_lost == 1
-    assert "model.layers.1.mlp.up_proj.weight" in incident.evidence and "transient" in incident.action
+    assert "model.layers.0.mlp.up_proj.weight" in incident.evidence and "transient" in incident.action
     tries = [line for line in found.lines if line.step == AT]
     assert [line.skipped for line in tries] == ["not finite", None], "the next clean step is taken"
     equal(found, clean)
@@ -110,7 +112,7 @@ def test_row_20_an_infinite_loss(path: Path, clean: Ran, monkeypatch: pytest.Mon
     equal(found, clean)
 
 
-@pytest.mark.parametrize(("name", "how"), [("21", garbage()), ("22", repeated(45))])
+@pytest.mark.parametrize(("name", "how"), [("21", garbage()), ("22", repeated())])
 def test_row_21_and_22_a_poisoned_document(path: Path, name: str, how: Callable[[np.ndarray], np.ndarray]) -> None:
     culprit: list[int] = []
 
@@ -126,6 +128,23 @@ def test_row_21_and_22_a_poisoned_document(path: Path, name: str, how: Callable[
     assert document.document == culprit[0] and document.line == culprit[0] + 1 and document.excerpt
     assert document.step == AT and document.loss is not None
     equal(found, twin_with_the_same_mask(path, found, plant))
+
+
+def test_weights_that_came_back_wrong_make_no_update(path: Path, clean: Ran) -> None:
+    """P31: a resume whose weights lie in other places is seen by the loss of its first step, before it is made."""
+    stopped = ran(path, "name=wrong", SHORT, plant=once(AT, lambda run: os.kill(os.getpid(), signal.SIGTERM)))
+    assert stopped.reason == "preempted" and stopped.lines[-1].step == AT
+
+    def scramble(run: Run) -> None:
+        with torch.no_grad():
+            for parameter in run.learner.replicas.module.parameters():
+                parameter.copy_(parameter.roll(1, 0))
+
+    found = ran(path, "name=wrong", SHORT, plant=scramble)
+    (incident,) = found.incidents
+    assert incident.fault == "spike" and incident.step == AT + 1 and incident.steps_lost == 1
+    assert not found.folder.quarantine.exists(), "it is not the data's fault"
+    assert found.weights == clean.weights, "the checkpoint was right, and the run went on from it"
 
 
 def bad_id(ids: np.ndarray) -> np.ndarray:
@@ -207,7 +226,7 @@ def test_row_19_two_ranks_skip_together_and_the_one_with_the_nan_is_named(path: 
 
 def nan_in_activations(run: Run) -> None:
     """FSDP's own backward hooks see sharded parameters: the NaN goes in where the gradient is made."""
-    layer = run.learner.replicas.module.model.layers[1].mlp
+    layer = run.learner.replicas.module.model.layers[0].mlp
 
     def poison(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         hook.remove()

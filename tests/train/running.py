@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +21,6 @@ def environment() -> dict[str, str]:
     return {**clean, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def command(run_file: Path, *overrides: str, launcher: Sequence[str] = ()) -> list[str]:
-    return [sys.executable, "-m", *launcher, "headway", "train", str(run_file), *overrides]
-
-
 @dataclass(frozen=True)
 class Done:
     code: int
@@ -34,28 +28,25 @@ class Done:
     err: str
 
 
-def run(run_file: Path, *overrides: str, expect: int = 0, launcher: Sequence[str] = ()) -> Done:
+def run(run_file: Path, *overrides: str, expect: int = 0, torchrun: Sequence[str] = ()) -> Done:
     """A run to its end. One rank runs in this process (libraries take seconds to import), several in their own."""
-    several = launcher or any(text.startswith("parallel.ranks=") for text in overrides)
-    done = _in_processes(run_file, overrides, launcher) if several else _here(run_file, overrides)
+    several = torchrun or any(text.startswith("parallel.ranks=") for text in overrides)
+    done = _in_processes(run_file, overrides, torchrun) if several else _here(run_file, overrides)
     assert done.code == expect, f"exit {done.code}\n{done.out[-3000:]}\n{done.err[-3000:]}"
     return done
 
 
-def _in_processes(run_file: Path, overrides: Sequence[str], launcher: Sequence[str]) -> Done:
-    if not launcher:
-        started = start(run_file, *overrides)
-        code = started.wait(800)
-        return Done(code, *(path.read_text(errors="replace") for path in (started.out, started.err)))
-    line = command(run_file, *overrides, launcher=launcher)
-    done = subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=800)
-    return Done(done.returncode, done.stdout, done.stderr)
+def _in_processes(run_file: Path, overrides: Sequence[str], torchrun: Sequence[str]) -> Done:
+    started = start(run_file, *overrides, torchrun=torchrun)
+    code = started.wait(800)
+    return Done(code, *(path.read_text(errors="replace") for path in (started.out, started.err)))
 
 
-def start(run_file: Path, *overrides: str) -> Started:
-    """A run in a process of its own, that can be killed."""
+def start(run_file: Path, *overrides: str, torchrun: Sequence[str] = (), out: Path | None = None) -> Started:
+    """A run in a process of its own, that can be killed; under torchrun with these options of its own."""
     folder = Path(tempfile.mkdtemp(prefix="output-", dir=run_file.parent))
-    return Started(["train", str(run_file), *overrides], environment(), folder / "out", folder / "err")
+    argv = ["train", str(run_file), *overrides]
+    return Started(argv, environment(), out or folder / "out", folder / "err", torchrun)
 
 
 def _here(run_file: Path, overrides: Sequence[str]) -> Done:

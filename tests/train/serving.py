@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -9,17 +10,25 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import headway
+
 _SERVER = multiprocessing.get_context("forkserver")
 # Whatever a run imports on its way; the server itself must not start a thread.
 _SERVER.set_forkserver_preload(["headway.cli.main", "headway.cli.train", "headway.train.build", "headway.watch.report"])
+
+_MODULE = str(Path(headway.__file__).with_name("__main__.py"))
 
 
 class Started:
     """A command that runs, the leader of a process group of its own."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], out: Path, err: Path) -> None:
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], out: Path, err: Path, torchrun: Sequence[str] = ()
+    ) -> None:
         self.out, self.err = out, err
-        self._process: ForkServerProcess = _SERVER.Process(target=_serve, args=(list(argv), dict(env), out, err))
+        self._process: ForkServerProcess = _SERVER.Process(
+            target=_serve, args=(list(argv), dict(env), out, err, list(torchrun))
+        )
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -43,15 +52,25 @@ class Started:
         return self._process.exitcode
 
 
-def _serve(argv: list[str], env: dict[str, str], out: Path, err: Path) -> None:
+def _serve(argv: list[str], env: dict[str, str], out: Path, err: Path, torchrun: list[str]) -> None:
     os.setsid()
+    gc.freeze()  # the libraries, else every run begins with a look through them
     os.environ.clear()
     os.environ.update(env)
     for number, path in ((1, out), (2, err)):
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(file, number)
         os.close(file)
+    # As a new Python would find them; the server's own may be files, which seek.
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
     sys.argv = ["headway", *argv]
+    if torchrun:
+        from torch.distributed.run import main as torchrun_main
+
+        # The whole of torchrun, but for this: its ranks are forked from here instead of starting Python again.
+        torchrun_main([*torchrun, "--start-method", "fork", "--run-path", _MODULE, *argv])
+        return
     from headway.cli.main import main
 
     main(argv)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from headway.record.folder import RunFolder
 from headway.record.jsonl import read_jsonl
 from headway.train.optim import Optimizers
-from tiny import config, run_file
-from train.running import command, environment, history, losses, run
+from tiny import CHATML, config, run_file
+from train.running import history, losses, run, start
 
 # Whole processes, several at once: on a busy machine each takes many times its own time.
 pytestmark = pytest.mark.timeout(900)
@@ -61,13 +60,11 @@ def test_a_flipped_bit_in_a_shard_is_found_before_the_first_step(path: Path, par
 
 
 def test_a_closed_reader_costs_the_output_not_the_run(path: Path) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        command(path, "log.quiet=false"), env=environment(), stdout=write, stderr=subprocess.PIPE, timeout=700
-    )
-    os.close(write)
-    assert done.returncode == 0, done.stderr[-2000:]
+    pipe = path.parent / "pipe"
+    os.mkfifo(pipe)
+    started = start(path, "log.quiet=false", out=pipe)
+    os.close(os.open(pipe, os.O_RDONLY))
+    assert started.wait(700) == 0, started.err.read_text()[-2000:]
     assert history(path).kept[-1].step == 4 and history(path).sessions[-1].end is not None
 
 
@@ -131,6 +128,35 @@ def test_a_save_that_fails_is_an_incident_and_the_model_is_still_exported(
     faults = [item.fault for item in read_jsonl(folder.incidents, Incident).items]
     assert faults and set(faults) == {"checkpoint failed"}, "one or two: a save that is due waits for the one before"
     assert [line.step for line in history(path).kept] == [1, 2, 3, 4]
+
+
+def test_held_out_data_beyond_the_vocabulary_is_refused_before_the_first_step(path: Path) -> None:
+    run(path, "train.steps=1", "name=sources")
+    (shards,) = {manifest.parent for manifest in (path.parent / "runs" / "shards").rglob("manifest.json")}
+    small = f"model.config={{{', '.join(f'{k}: {v}' for k, v in config(vocab_size=300).items())}}}"
+    bytes_only = path.parent / "bytes.jsonl"
+    bytes_only.write_text('{"text": "zzzz xxxx zzzz"}\n' * 20)
+    refused = run(path, "name=small", small, f"data.sources=[{bytes_only}]", f"eval.data=[{shards}]", expect=2)
+    assert "beyond the model's vocabulary of 300" in refused.err and "Traceback" not in refused.err
+
+
+def test_a_failing_last_evaluation_takes_nothing_with_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr("headway.train.evaluate.held_out_sums", fails)
+    with pytest.raises(RuntimeError, match="planted"):
+        run(path, "eval.holdout=4")
+    assert (path.parent / "runs" / "tiny" / "model" / "model.safetensors").is_file()
+    assert history(path).checkpoints[-1].step == 4
+
+
+def test_the_exported_tokenizer_has_the_template_that_was_trained_on(path: Path) -> None:
+    template = path.parent / "t.jinja"
+    template.write_text(CHATML.replace("user", "human") + "{# mine #}")
+    run(path, f"data.chat_template={template}", "train.steps=1")
+    exported = path.parent / "runs" / "tiny" / "model" / "chat_template.jinja"
+    assert exported.read_text() == template.read_text()
 
 
 def test_a_rate_that_is_a_tensor_stays_one() -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from faults.two_ranks import ran_on_two
+from headway.train.run import Run
 from tiny import config, make_chats, run_file
 from train.running import history, run
 
@@ -58,15 +60,19 @@ def test_torchrun_starts_the_ranks_too(path: Path, single: list[tuple[float, flo
         "name=torchrun",
         "parallel.ranks=2",
         "parallel.fsdp=2",
-        launcher=["torch.distributed.run", "--nproc-per-node", "2", "-m"],
+        torchrun=["--nproc-per-node", "2"],
     )
     agree(single, curve(path, "torchrun"))
 
 
-def test_a_planted_mean_over_ranks_would_be_caught(single: list[tuple[float, float, int, int]]) -> None:
-    halved = [(loss / 2, norm, tokens, trained) for loss, norm, tokens, trained in single]
+def test_a_planted_mean_over_ranks_is_caught(path: Path, single: list[tuple[float, float, int, int]]) -> None:
+    def mean(run: Run, rank: int) -> None:
+        real = run.learner._accumulate
+        run.learner._accumulate = lambda parts, trained: real(parts, 2 * trained)  # type: ignore[method-assign]
+
+    ran_on_two(path, "name=mean", "parallel.replicate=2", "parallel.fsdp=1", plant=mean)
     with pytest.raises(AssertionError):
-        agree(single, halved)
+        agree(single, curve(path, "mean"))
 
 
 def test_three_ranks_and_ten_documents_hang_nothing(tmp_path: Path) -> None:

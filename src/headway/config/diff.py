@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from headway.config.dump import as_plain, inline
@@ -48,6 +49,7 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+@lru_cache(maxsize=4096)
 def is_identity(key: str) -> bool:
     """Whether a key is marked as part of the identity, or lies inside a marked one."""
     return any(spec.identity and is_within(key, name) for name, spec in all_keys().items())

@@ -7,6 +7,7 @@ import platform
 import shutil
 import socket
 import sys
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,16 @@ def collect_environment() -> dict[str, Any]:
 
 def package_versions() -> dict[str, str]:
     """Versions of the packages that matter to a run, of those that are installed."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    versions = {name: _version(name) for name in _PACKAGES}
+    return {name: version for name, version in versions.items() if version is not None}
+
+
+@cache
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def usable_cores() -> int:

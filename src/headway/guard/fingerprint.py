@@ -31,8 +31,9 @@ def refuse_changed(saved: dict[str, Any], now: dict[str, Any], *, allow: set[str
     refused = [key for key in changed if not _allowed(key, allow)]
     if refused:
         shown = "; ".join(_line(key, old, new) for key in refused)
+        leave = f"'checkpoint.allow=[{', '.join(refused)}]'"
         raise Refused(
-            f"this run is not the one in the checkpoint: {shown}. Undo it, allow it by key, or start a new run"
+            f"this run is not the one in the checkpoint: {shown}. Undo it, allow it ({leave}), or give it another name"
         )
     return [_line(key, old, new) for key in changed]
 

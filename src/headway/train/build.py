@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -157,12 +157,12 @@ def _build(
         state = resuming.resume(config, found, replicas, optimizers, identity)
     for note in state.notes:
         say(note)
-    evaluator = _evaluator(config, view, place)
+    evaluator = _evaluator(config, view, place, model.shape.vocab)
     peak = _peak(config, place)
     session = resuming.next_session(folder)
     clock = StepClock(place.device.type)
     clock.watch = beacon
-    _write_down(config, folder, place, kernels, compiled)
+    _write_down(config, folder, place, kernels, compiled, peak)
     reporter = Reporter(
         session=session,
         rank=place.rank,
@@ -286,7 +286,10 @@ def _model(
         offload_optimizer=config.model.offload == "optimizer",
     )
     adamw = "fused" if kernels is None else kernels.of_update("optimizer", "fused")
-    return model, replicas, build_optimizers(model.module, config.optim, adamw), kernels, compiled
+    optimizers = build_optimizers(model.module, config.optim, adamw)
+    if place.device.type == "cuda" and not optimizers.skips_on_device:
+        say(f"optimizer: {config.optim.name} cannot skip a step on the device; the host waits for it once a step")
+    return model, replicas, optimizers, kernels, compiled
 
 
 def _compile(
@@ -459,20 +462,24 @@ def _peak(config: RunConfig, place: Place) -> Peak:
     )
 
 
-def _evaluator(config: RunConfig, view: View, place: Place) -> Evaluator | None:
+def _evaluator(config: RunConfig, view: View, place: Place, vocab: int) -> Evaluator | None:
     held_out = evaluation_view(config, view)
     if held_out is None:
         return None
+    check_vocabulary(held_out, vocab)
     stream = make_stream(config, held_out, config.sequences_per_step(place.layout.data_parallel))
     return Evaluator(stream, place.rank, place.world, place.device.torch, config.eval.batches)
 
 
-def _write_down(config: RunConfig, folder: RunFolder, place: Place, kernels: Chosen | None, compiled: Decision) -> None:
+def _write_down(
+    config: RunConfig, folder: RunFolder, place: Place, kernels: Chosen | None, compiled: Decision, peak: Peak
+) -> None:
     def write() -> None:
         write_atomic(folder.config, dump_yaml(config))
+        facts = {**collect_environment(), "peak": asdict(peak)}
         chosen = {} if kernels is None else {"kernels": as_record(kernels)}
         decided = decision_record(compiled, place.device.name) if config.train.compile == "auto" else {}
-        write_json(folder.environment, {**collect_environment(), **chosen, **decided})
+        write_json(folder.environment, {**facts, **chosen, **decided})
 
     control().on_main(write, UserError, (OSError,))
 

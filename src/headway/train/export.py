@@ -75,6 +75,8 @@ def _write(config: RunConfig, model: BuiltModel, state: dict[str, Tensor], out: 
     tokenizer = None
     if config.model.tokenizer is not None:
         tokenizer = load_tokenizer(config.model.tokenizer, trust_remote_code=config.model.trust_remote_code)
+        if config.data.chat_template is not None:  # served with the prompt that it was trained on
+            tokenizer.chat_template = config.data.chat_template.read_text(encoding="utf-8")
     if config.model.lora is not None:
         save_adapter(model.module, out.with_name(f"{out.name}-adapter"), state)
         state = merge_lora(state, model.config, config.model.lora)

@@ -61,7 +61,7 @@ class Optimizers:
             for item in self.items:
                 item.found_inf = (~finite).float()  # type: ignore[attr-defined]
                 item.step()
-        elif bool(finite):
+        elif bool(finite):  # these have no such switch: the host waits for the device once a step
             for item in self.items:
                 item.step()
 

@@ -77,6 +77,7 @@ class Run:
     position: Position = field(default_factory=Position)
     saved_step: int = -1
     _evaluated_step: int = -1
+    _frozen_before: bool = False
     _capture: Capture | None = None
 
     @property
@@ -86,6 +87,7 @@ class Run:
     def start(self) -> None:
         if self.beacon is not None:
             self.beacon.resumed(self.step)
+        self._frozen_before = gc.get_freeze_count() > 0
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -295,12 +297,12 @@ class Run:
         }
 
     def finish(self) -> None:
-        """After the last step: evaluation, the model as Hugging Face tools load it, and a checkpoint.
+        """After the last step: the model as Hugging Face tools load it, a checkpoint, and the last evaluation.
 
-        The model comes first: it is smaller, and a full disk should leave what the run was for.
+        The model comes first: it is smaller, and a full disk should leave what the run was for. The evaluation comes
+        last: whatever fails in it takes nothing with it.
         """
         self._end_step()
-        self.evaluate()
         if self.step > self.session_start.resumed_from or not self.exported.exists():
             with self.run_clock.phase("checkpoint_stall"):
                 self.export()
@@ -309,6 +311,7 @@ class Run:
                 self.save(must=True)
             except UserError as error:
                 raise UserError(f"{error}; the trained weights are in {self.exported}") from error
+        self.evaluate()
 
     def _tell_all(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -354,7 +357,8 @@ class Run:
         self.reporter.rank_file.close()
         self.stop.close()
         self.lock.release()
-        gc.unfreeze()
+        if not self._frozen_before:  # there is one pen only: what the caller put there must stay
+            gc.unfreeze()
         gc.enable()
 
     def _account_cost_ns(self) -> int:
