@@ -18,6 +18,7 @@ class Interrupt:
         if name == "headway.cli.main":
             os.kill(os.getpid(), signal.SIGINT)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # started in the background, we would be deaf to it
 sys.meta_path.insert(0, Interrupt())
 sys.argv = ["headway", "doctor"]
 {start}

@@ -120,7 +120,7 @@ def test_a_save_that_fails_is_an_incident_and_the_model_is_still_exported(
     monkeypatch.setattr(writing.shutil, "disk_usage", full_for_checkpoints)
     done = run(path, expect=2)
     assert "could not be saved" in done.err and "make room" in done.err
-    assert "the trained weights are in" in done.err
+    assert "the trained weights are in" in done.err and "headway report" in done.err
     folder = RunFolder(path.parent / "runs" / "tiny")
     assert (folder.final_model / "model.safetensors").is_file()
     from headway.account.events import Incident

@@ -310,7 +310,8 @@ class Run:
             try:
                 self.save(must=True)
             except UserError as error:
-                raise UserError(f"{error}; the trained weights are in {self.exported}") from error
+                shown = f"`headway report {self.config.folder}` shows the run"
+                raise UserError(f"{error}; the trained weights are in {self.exported}, {shown}") from error
         self.evaluate()
 
     def _tell_all(self, lines: Sequence[Line]) -> None:
