@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import torch
 from guard_helpers import full, on_ranks, same, snapshot, tiny_model, tiny_optimizer, train
 
+from headway.account.errors import Refused
 from headway.guard import staging, writing
 from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
 from headway.guard.object_store import ObjectStore
+from headway.guard.peers import PEERS
 from headway.guard.remote import fetch_newest
 from headway.guard.save_job import Keep
 from headway.guard.tiers import RemotePlace, Tiers
@@ -223,6 +226,7 @@ def two_nodes(rank: int, root: Path) -> list[Any]:
     tiers.disk.control.gather(None)
     found = tiers.newest()
     assert found is not None and tiers.memory is not None and tiers.memory.root.name.endswith(f"node-{rank}")
+    assert found.ref.path.parent == tiers.memory.root / ".whole"
     other = tiny_model(3, "fsdp")
     other_optimizer = tiny_optimizer(other)
     restore(found.store, found.ref, other, [other_optimizer])
@@ -233,8 +237,8 @@ def two_nodes(rank: int, root: Path) -> list[Any]:
     return [found.tier, same(seen, snapshot(other, other_optimizer)), whole is not None, rejected]
 
 
-def test_on_two_nodes_the_disk_serves_and_the_store_is_whole(tmp_path: Path) -> None:
-    assert on_ranks(2, two_nodes, tmp_path) == [["disk", [], True, []]] * 2
+def test_on_two_nodes_their_memories_serve_together_and_the_store_is_whole(tmp_path: Path) -> None:
+    assert on_ranks(2, two_nodes, tmp_path) == [["memory", [], True, []]] * 2
 
 
 def test_a_nodes_part_is_no_checkpoint_for_whoever_is_alone_on_it(
@@ -244,16 +248,43 @@ def test_a_nodes_part_is_no_checkpoint_for_whoever_is_alone_on_it(
     on_ranks(2, half_of_it, tmp_path)
     monkeypatch.setenv("HEADWAY_NODE", "node-0")
     tiers = make(tmp_path)
+    assert tiers.memory is not None
+    shutil.rmtree(tiers.memory.root / PEERS)
     assert tiers.memory is not None and len(list(tiers.memory.root.glob("step-*"))) == 1
     assert tiers.newest() is None
     tiers.close(over=True)
 
 
-def half_of_it(rank: int, root: Path) -> None:
+def half_of_it(rank: int, root: Path) -> dict[str, Any]:
+    """What the state was; the copies of both nodes' parts stay where they are."""
     os.environ["HEADWAY_NODE"] = f"node-{rank}"
     model = tiny_model(0, "fsdp")
     optimizer = tiny_optimizer(model)
     train(model, optimizer, 1)
     tiers = make(root)
     assert begin(tiers, model, optimizer, 1, disk=False) and tiers.settle(60)
+    assert [(event.tier, event.ok) for event in tiers.poll()] == [("memory", True), ("peer", True)]
+    tiers.disk.control.gather(None)
     tiers.close(over=False)
+    return snapshot(model, optimizer)
+
+
+def test_after_a_node_is_lost_the_other_has_its_part_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = on_ranks(2, half_of_it, tmp_path)[0]
+    monkeypatch.setenv("HEADWAY_NODE", "node-0")
+    shutil.rmtree(next(Path(os.environ["HEADWAY_SHARED_MEMORY"]).glob("*-node-1")))
+    tiers = make(tmp_path)
+    found = tiers.newest()
+    assert found is not None and (found.tier, found.ref.step) == ("memory", 1)
+    model = tiny_model(5)
+    optimizer = tiny_optimizer(model)
+    restore(found.store, found.ref, model, [optimizer])
+    assert same(seen, snapshot(model, optimizer)) == []
+    kept = next(found.ref.path.parents[1].glob(f"{PEERS}/node-1/step-*/__*.distcp"))
+    content = bytearray(kept.read_bytes())
+    content[len(content) // 2] ^= 1
+    kept.unlink()  # what was put together shares its bytes
+    kept.write_bytes(content)
+    with pytest.raises(Refused, match=r"in the memory of node-0: .*SHA-256"):
+        tiers.newest()
+    tiers.close(over=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from headway.account.errors import Refused
@@ -42,22 +42,25 @@ class Finder:
     memory: CheckpointStore | None
     remote: RemotePlace | None
 
-    def newest(self, before_step: int | None = None, tiers: Set[str] = ALL_TIERS) -> Found | None:
+    def newest(
+        self, before_step: int | None = None, tiers: Set[str] = ALL_TIERS, problems: Sequence[str] = ()
+    ) -> Found | None:
         """The newest verified checkpoint wherever it lies; of one save the copy that is nearest. Collective.
 
         `before_step`: only checkpoints of an earlier step, e.g. those that a bad step cannot have touched. One that is
         only in the store is brought here first.
-        `ref.rejected` names newer ones that do not hold, with their tier. None when there is none at all.
+        `problems`: what is known already of copies that do not hold. `ref.rejected` names newer ones that do not hold,
+        with their tier. None when there is none at all.
 
         Raises Refused when there are some and none of them holds, and when the store cannot be asked and nothing else
         is there.
         """
-        rejected: list[str] = []
+        rejected: list[str] = list(problems)
         local = self._newest_here(before_step, tiers, rejected)
         if "remote" in tiers and self.remote is not None:
             above = local.ref.generation if local is not None else 0
-            root, problems = self.disk.control.broadcast(self._fetch_newer(above, before_step))
-            rejected += problems
+            root, failed = self.disk.control.broadcast(self._fetch_newer(above, before_step))
+            rejected += failed
             if root is not None:
                 store = self.memory if self.memory is not None and root == "memory" else self.disk
                 fetched = self._newest_here(before_step, {root}, [])

@@ -19,6 +19,7 @@ from headway.guard import crash, layout, upkeep
 from headway.guard.crash import crash_point
 from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import FileEntry, Manifest, hash_file, hash_problems, read_manifest, sync_file
+from headway.guard.peers import Peer, send_part
 from headway.guard.publishing import commit, explained
 
 _CHUNK = 16 << 20
@@ -54,7 +55,8 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True):
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One save of one rank.
 
-    `files`: this rank's, in the memory folder. `manifest`: complete but for files and the bytes of "rest".
+    `peer`: the node that gets a copy of this node's memory. `files`: this rank's, in the memory folder. `manifest`:
+    complete but for files and the bytes of "rest".
     `deadline_s`: from the start; what waits for other ranks gives up then.
     """
 
@@ -64,16 +66,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     files: list[str]
     manifest: Manifest
     memory: Folder
+    peer: Peer | None = None
     disk: Folder | None = None
     keep: Keep | None = None
     remote: Remote | None = None
     deadline_s: float = 600.0
 
+    def tiers(self) -> list[str]:
+        """What it is for, in order."""
+        further = {"peer": self.peer, "disk": self.disk, "remote": self.remote}
+        return ["memory", *(tier for tier, wanted in further.items() if wanted is not None)]
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one tier of a job, `seconds` after the job's start.
 
-    `tier`: memory, disk or remote; prune or saver for what happened beside them; empty when the job is over.
+    `tier`: memory, peer, disk or remote; prune or saver for what happened beside them; empty when the job is over.
     """
 
     id: int
@@ -104,12 +112,14 @@ def run_job(job: Job, tell: Tell) -> None:
 
     with _opened(job) as sources:
         if sources is None:
-            for tier in ("memory", *(["disk"] if job.disk else []), *(["remote"] if job.remote else [])):
+            for tier in job.tiers():
                 tell(Outcome(id=job.id, tier=tier, ok=False, why="the staged copy is gone"))
         else:
             entries = {name: hash_file(Path(f"/proc/self/fd/{fd}")) for name, fd in sources.items()}
             attempt("memory", job.memory.final, lambda: _to_memory(job, entries, deadline))
-            disk, remote = job.disk, job.remote
+            peer, disk, remote = job.peer, job.disk, job.remote
+            if peer is not None:
+                attempt("peer", job.memory.final, lambda: send_part(peer, Path(job.memory.final)))
             if disk is not None:
                 attempt("disk", disk.final, lambda: _to_disk(job, disk, sources, entries, deadline))
                 if job.keep is not None and job.rank == disk.ranks[0]:

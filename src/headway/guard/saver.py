@@ -24,7 +24,7 @@ import headway
 from headway.guard.save_job import Job, Outcome
 
 _TRIES = 2
-_TIERS = ("memory", "disk", "remote")
+_TIERS = ("memory", "peer", "disk", "remote")
 _GRACE_S = 2.0
 
 
@@ -77,8 +77,7 @@ class Saver:
             if self._work is not None:
                 raise RuntimeError("a save is in work")
             self._idle.clear()
-            tiers = {"memory"} | ({"disk"} if job.disk else set()) | ({"remote"} if job.remote else set())
-            self._work = _Work(job, time.monotonic(), tiers)
+            self._work = _Work(job, time.monotonic(), set(job.tiers()))
             self._send()
 
     def tell(self, outcome: Outcome) -> None:

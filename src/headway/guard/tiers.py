@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Set
@@ -23,18 +24,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from headway import __version__
 from headway.guard import layout, upkeep, writing
+from headway.guard.address import own_address
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.crash import crash_point
 from headway.guard.finding import ALL_TIERS, Finder, Found, RemotePlace
 from headway.guard.host_file import HostFile
 from headway.guard.image import Bound, Image, NoImage, layout_of, marks_of, plan_image
+from headway.guard.keeper import Keeper
 from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import Manifest
 from headway.guard.memory import NODE, Owner, memory_root
+from headway.guard.parts import WHOLE, Memory, assemble
+from headway.guard.peers import Peer
 from headway.guard.publishing import now
 from headway.guard.save_job import Folder, Job, Keep, Outcome, Remote
 from headway.guard.saver import Saver
@@ -48,8 +54,8 @@ _POLL_S = 0.02
 class Event:
     """What became of one save in one tier. `seconds` from the end of staging; `path`: where it lies, if it does.
 
-    `tier`: "memory", "disk", "remote"; "saver" when the saving process died and was replaced; "prune" for a checkpoint
-    that should have gone and did not.
+    `tier`: "memory", "peer" (another node's memory), "disk", "remote"; "saver" when the saving process died and was
+    replaced; "prune" for a checkpoint that should have gone and did not.
     """
 
     tier: str
@@ -96,8 +102,12 @@ class _InWork:
 
 @dataclass(slots=True)
 class _Node:
+    """This node: its ranks, whether this one acts for it; and the first rank of every node by name."""
+
+    name: str = ""
     ranks: list[int] = field(default_factory=list)
     main: bool = True
+    firsts: dict[str, int] = field(default_factory=dict)
 
 
 class Tiers:
@@ -139,7 +149,11 @@ class Tiers:
         self._checked = False
         self._generation = 0
         self._early: list[Event] = []
+        self._keeper: Keeper | None = None
+        self._keepers: dict[str, Peer] = {}
         self._open_memory(run_folder)
+        if self.memory is not None and len(self._node.firsts) > 1:
+            self._open_keepers(self.memory.root)
 
     @property
     def node_ranks(self) -> list[int]:
@@ -253,8 +267,16 @@ class Tiers:
     def newest(self, before_step: int | None = None, tiers: Set[str] = ALL_TIERS) -> Found | None:
         """The newest verified checkpoint; see `finding.Finder.newest`. Collective."""
         # Each node's memory holds its own ranks' shards: alone they are no checkpoint.
-        memory = self.memory if len(self._node.ranks) == self._control.size else None
-        return Finder(self.disk, memory, self.remote).newest(before_step, tiers)
+        memory = self.memory if len(self._node.firsts) == 1 else None
+        problems: list[str] = []
+        if self.memory is not None and "memory" in tiers:
+            here = Memory(self.memory.root, self._node.name, self._node.main, self._keepers)
+            try:
+                whole = assemble(self._control, here, len(self._node.firsts), before_step)
+            except CheckpointFailed as problem:
+                problems, whole = [f"the nodes' memories: {problem}"], None
+            memory = CheckpointStore(whole, self.run_id) if whole is not None else memory
+        return Finder(self.disk, memory, self.remote).newest(before_step, tiers, problems)
 
     def close(self, *, over: bool) -> None:
         """Ends the saving; `over`: the run needs no memory checkpoint any more (it is done, or all is on the disk).
@@ -265,6 +287,9 @@ class Tiers:
             self.stager.close()
         self.saver.close()
         self._drop_slots()
+        if self._keeper is not None:
+            self._keeper.close()
+            self._keeper = None
         if self._owner is not None:
             self._owner.release(remove=over)
             self._owner = None
@@ -324,6 +349,7 @@ class Tiers:
                 files={},
             ),
             memory=Folder(partial=str(partial), final=str(slot.final), ranks=self._node.ranks),
+            peer=self._peer() if self._node.main else None,
             disk=Folder(partial=str(draft.partial), final=str(draft.ref.path), ranks=list(range(self._control.size)))
             if draft
             else None,
@@ -336,6 +362,13 @@ class Tiers:
         self.stager.start(
             self._bound.sources, moving, step, self._host(slot), lambda problem: self._staged(job, problem)
         )
+
+    def _peer(self) -> Peer | None:
+        """The keeper of the next node in a ring; it is told whose part it gets."""
+        names = list(self._node.firsts)
+        following = names[(names.index(self._node.name) + 1) % len(names)]
+        keeper = self._keepers.get(following)
+        return msgspec.structs.replace(keeper, node=self._node.name) if keeper is not None else None
 
     def _remote(self) -> Remote | None:
         place = self.remote
@@ -434,8 +467,10 @@ class Tiers:
 
     def _find_node(self) -> _Node:
         names = self._control.gather(os.environ.get(NODE) or socket.gethostname())
-        ranks = [rank for rank, name in enumerate(names) if name == names[self._control.rank]]
-        return _Node(ranks, ranks[0] == self._control.rank)
+        name = names[self._control.rank]
+        ranks = [rank for rank, other in enumerate(names) if other == name]
+        firsts = {other: names.index(other) for other in dict.fromkeys(names)}
+        return _Node(name, ranks, ranks[0] == self._control.rank, firsts)
 
     def _open_memory(self, run_folder: Path) -> None:
         root = memory_root(self.run_id)
@@ -454,6 +489,17 @@ class Tiers:
             return
         assert root is not None
         self.memory = CheckpointStore(root, self.run_id)
+
+    def _open_keepers(self, root: Path) -> None:
+        """A keeper on every node, known to all. Without one, that node's copy is missing; nothing else."""
+        secret = self._control.broadcast(secrets.token_hex(16))
+        mine: Peer | None = None
+        if self._node.main:
+            with contextlib.suppress(OSError):
+                self._keeper = Keeper(root, self._node.name, secret)
+                address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9)
+                mine = Peer(address=address, port=self._keeper.port, secret=secret, node=self._node.name)
+        self._keepers = {peer.node: peer for peer in self._control.gather(mine) if peer is not None}
 
     def _bind(self, flat: Flat) -> Bound:
         """The state as it was bound the last time, when every tensor still lies where it did; else looked at anew."""
@@ -484,6 +530,7 @@ class Tiers:
             for ref in layout.published(self.memory.root):
                 if ref.path not in ours:
                     shutil.rmtree(ref.path, ignore_errors=True)
+            shutil.rmtree(self.memory.root / WHOLE, ignore_errors=True)
 
     def _drop_slots(self) -> None:
         for slot in self._slots:

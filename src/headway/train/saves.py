@@ -170,7 +170,7 @@ class Saves:
         evidence = event.why if event.tier in ("disk", "saver") else f"{event.tier}: {event.why}"
         if is_main():
             self.reporter.incident(fault, event.step, evidence, action)
-        elif event.tier == "saver":
+        elif event.tier in ("saver", "peer"):  # every rank's, every node's
             self.reporter.local_incident(fault, evidence, action, 0.0)
 
     def _stop_when_hopeless(self) -> None:

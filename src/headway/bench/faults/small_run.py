@@ -101,21 +101,27 @@ def train_small(
 
 
 def train_on_hosts(
-    case: Case, name: str, fault: Fault, names: Sequence[str], *overrides: str, fewest: int, **supervisor: Any
+    case: Case,
+    name: str,
+    fault: Fault,
+    names: Sequence[str],
+    *overrides: str,
+    fewest: int | None = None,
+    most: int | None = None,
+    **supervisor: Any,
 ) -> tuple[SmallRun, dict[str, int]]:
     """The same on several "hosts" of this machine: an agent each, with one rank and a shared memory of its own name.
-    The first one leads.
+    The first one leads; `fewest` and `most` of them train together, default all.
 
     Returns the run (with the worst exit code of the agents that were not killed) and each agent's exit code.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    limits = Limits(fewest or most or len(names), most or len(names), 60.0, steady_s=0.3)
     agents = {}
     for host in names:
-        meeting = Meeting(
-            "127.0.0.1", port, Limits(fewest, len(names), 60.0, steady_s=0.3), host, case.folder / "meeting.json"
-        )
+        meeting = Meeting("127.0.0.1", port, limits, host, case.folder / "meeting.json")
         agents[host] = os.fork()
         if not agents[host]:
             os.environ[NODE] = host

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from headway.account.errors import UserError
 from headway.guard import launch
+from headway.guard.address import own_address
 from headway.guard.nodes.leader import Limits
 from headway.guard.nodes.link import Link
 from headway.guard.nodes.messages import Order
@@ -62,7 +63,7 @@ class Door:
     def __init__(self, meeting: Meeting) -> None:
         self.meeting = meeting
         self._stores = ExitStack()
-        self.own_address = own_address(meeting.address, meeting.port)
+        self.own_address = _route(meeting.address, meeting.port)
         self.standby = self._stores.enter_context(store())
         """The port of this agent's own store, for when the leader's fails."""
 
@@ -173,13 +174,10 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def own_address(address: str, port: int) -> str:
-    """This machine's address as the one at `address` sees it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, port))
-        except socket.gaierror as problem:
-            raise UserError(f"--rdzv {address}: {problem.strerror}") from problem
-        except OSError as problem:
-            raise UserError(f"--rdzv {address}: no route ({problem.strerror})") from problem
-        return str(probe.getsockname()[0])
+def _route(address: str, port: int) -> str:
+    try:
+        return own_address(address, port)
+    except socket.gaierror as problem:
+        raise UserError(f"--rdzv {address}: {problem.strerror}") from problem
+    except OSError as problem:
+        raise UserError(f"--rdzv {address}: no route ({problem.strerror})") from problem
