@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -105,7 +106,16 @@ def compare(mine: Diagnosis, other: Diagnosis) -> Comparison:
         rate=rate,
         settings=settings,
         findings=tuple(findings),
+        notes=tuple(_unlike(mine, other)),
     )
+
+
+def _unlike(mine: Diagnosis, other: Diagnosis) -> Iterator[str]:
+    """Why the difference may say little."""
+    if mine.kind != other.kind:
+        yield f"a {mine.kind} is compared with a {other.kind}: their windows are not the same steps"
+    if mine.device != other.device:
+        yield f"this ran on {mine.device}, the other on {other.device}"
 
 
 def _steps(item: Diagnosis) -> int:

@@ -16,6 +16,7 @@ from headway.diagnose.facts import (
     NONE,
     Collective,
     DeviceFacts,
+    Gaps,
     GpuClass,
     GpuEvents,
     HostKind,
@@ -118,7 +119,7 @@ def device_facts(
         steps=table,
         collectives=_collectives(trace, rank, device, events, rows),
         gaps=gaps,
-        notes=tuple(_notes(trace, events, window, shares, launch, steps)),
+        notes=tuple(_notes(trace, events, window, shares, gaps, launch, steps)),
     )
 
 
@@ -192,7 +193,7 @@ def canonical(name: str) -> str:
 
 
 def _notes(
-    trace: Trace, events: GpuEvents, window: Window, shares: Shares, launch: Int64, steps: list[HostStep]
+    trace: Trace, events: GpuEvents, window: Window, shares: Shares, gaps: Gaps, launch: Int64, steps: list[HostStep]
 ) -> list[str]:
     notes = []
     rows = inside(events, window)
@@ -204,6 +205,7 @@ def _notes(
                 f"one event owns {share:.0%} of the window: {trace.names[events.name[longest]][:80]} "
                 f"({int(events.duration[longest]) / 1e6:.1f} ms)"
             )
+    notes += _pause(trace, events, window, gaps)
     left_over = _left_over(trace, launch, window, steps, events)
     if left_over:
         notes.append(f"{left_over:,} events on the device were launched before the first step of the window")
@@ -216,6 +218,22 @@ def _notes(
     if shares.comm_ns == 0:
         notes.append("no communication on this device, so no overlap to speak of")
     return notes
+
+
+def _pause(trace: Trace, events: GpuEvents, window: Window, gaps: Gaps) -> list[str]:
+    """A note where one wait is most of the window."""
+    if not len(gaps.start):
+        return []
+    longest = int(np.argmax(gaps.end - gaps.start))
+    took = int(gaps.end[longest] - gaps.start[longest])
+    if took < _OWNS_THE_WINDOW * window.wall_ns:
+        return []
+    following = int(gaps.next_event[longest])
+    before = f" before {trace.names[events.name[following]][:80]}" if following != NONE else ""
+    return [
+        f"one wait owns {took / window.wall_ns:.0%} of the window: {took / 1e6:.1f} ms{before}; a first use or a "
+        "pause, so the shares say little of a steady state"
+    ]
 
 
 def _left_over(trace: Trace, launch: Int64, window: Window, steps: list[HostStep], events: GpuEvents) -> int:

@@ -64,6 +64,8 @@ FINDERS: tuple[Finder, ...] = (
 
 # Below these shares of the window, what is surely won together, and what could be, is not worth an evening.
 NEARLY_CLEAN, NEARLY_CLEAN_AT_MOST = 0.05, 0.15
+# An idle device without a cause is not a clean one.
+UNEXPLAINED = 0.30
 _BACKWARD = re.compile(r"bwd|backward|bprop|dq_dk|dot_do_o|convert_dq", re.IGNORECASE)
 
 
@@ -107,10 +109,18 @@ class Diagnosis:
         return min(1.0, sum(item.gain[0] for item in self.findings if not item.within))
 
     @property
+    def unexplained(self) -> float:
+        """Share of the window in which the device was idle, for which no finding claims the time. 0 to 1."""
+        if self.kind != "trace" or not self.wall_ns:
+            return 0.0
+        claimed = sum(ns for item in self.findings for path, ns in item.claims.items() if path.startswith("idle."))
+        return max(0.0, (sum(self.idle.values()) - claimed) / self.wall_ns)
+
+    @property
     def clean(self) -> bool:
         high = sum(item.gain[1] for item in self.findings if not item.within)
         known = all(item.gain_known for item in self.findings)
-        return known and self.won_low < NEARLY_CLEAN and high < NEARLY_CLEAN_AT_MOST
+        return known and self.unexplained < UNEXPLAINED and self.won_low < NEARLY_CLEAN and high < NEARLY_CLEAN_AT_MOST
 
     @property
     def verdict(self) -> str:
@@ -118,7 +128,10 @@ class Diagnosis:
         if not self.wall_ns:
             return "nothing to account for"
         rest = ", ".join(f"{item.label} {item.share:.1%}" for item in self.largest[:2])
-        left = f"; the largest things left beside matrix products: {rest}" if rest else ""
+        what = "the largest things left beside matrix products" if self.job else "most of it"
+        left = f"; {what}: {rest}" if rest else ""
+        if self.unexplained >= UNEXPLAINED and not self.findings:
+            return f"the device is idle for {self.unexplained:.1%} of the window, and no cause was found{left}"
         if not self.findings:
             return f"clean: nothing found that would win time{left}"
         if self.clean:

@@ -15,7 +15,7 @@ from headway.account.events import Flops
 from headway.account.flops import SlotLayout, describe, step_flops
 from headway.account.measured_peaks import MeasuredPeaks
 from headway.account.mfu import ImpossibleMfu, hfu, mfu
-from headway.account.peaks import Peak, resolve_peak
+from headway.account.peaks import DTYPES, Peak, device_row, resolve_peak
 from headway.account.shape import ModelShape
 from headway.diagnose.facts import DeviceFacts, Efficiency, Int64, JobFacts, RankFacts
 from headway.diagnose.padding import slots_of_grids, slots_of_shapes
@@ -33,8 +33,10 @@ def with_efficiency(job: JobFacts, said: Said) -> JobFacts:
     """The job with what each rank's devices made of their window.
 
     Raises:
-        UserError: the model's configuration cannot be used.
+        UserError: the model's configuration cannot be used, or nothing is known of the device that was named.
     """
+    if said.device is not None:
+        _known_device(said.device)
     shape = read_model(said.model) if said.model else None
     ranks = tuple(_with_efficiency(rank, said, shape) for rank in job.ranks)
     return dataclasses.replace(job, ranks=ranks)
@@ -49,7 +51,17 @@ def read_model(path: Path) -> ModelShape:
         raise UserError(f"--model {path}: no Hugging Face config.json: {error}") from None
     if not isinstance(config, dict):
         raise UserError(f"--model {path}: a config.json holds an object, this one a {type(config).__name__}")
-    return ModelShape.from_config(config)
+    try:
+        return ModelShape.from_config(config)
+    except UserError as error:
+        raise UserError(f"--model {path}: {error}") from None
+
+
+def _known_device(name: str) -> None:
+    """A name given for its peak must have one, for some dtype."""
+    measured = MeasuredPeaks.load()
+    if device_row(name) is None and not any(measured.of_device(name, dtype) for dtype in DTYPES):
+        raise UserError(f"--device {name!r}: {resolve_peak(name, 'bf16', measured=measured).source}")
 
 
 def _with_efficiency(rank: RankFacts, said: Said, shape: ModelShape | None) -> RankFacts:

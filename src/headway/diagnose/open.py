@@ -19,12 +19,15 @@ def open_diagnosis(paths: Sequence[Path], options: Options, said: Said) -> Diagn
     """Reads and diagnoses.
 
     Raises:
-        UserError: a path that is not there, several run folders, or a file that is no trace.
+        UserError: a path that is not there or given twice, several run folders, or a file that is no trace.
     """
     memory = read_snapshot(said.memory) if said.memory is not None else None
     folders = [path for path in paths if path.is_dir()]
     if folders and len(paths) > 1:
         raise UserError(f"{folders[0]}: give one run folder, or trace files (a second run goes to --against)")
+    twice = [path for number, path in enumerate(paths) if path.resolve() in {p.resolve() for p in paths[:number]}]
+    if twice:
+        raise UserError(f"{twice[0]}: given twice; each file is one rank of the job")
     if folders:
         return _of_folder(folders[0], options, memory, said)
     return diagnose_traces(paths, options, memory, said)
@@ -42,6 +45,8 @@ def _of_folder(folder: Path, options: Options, memory: MemoryFacts | None, said:
     run = read_run(folder)
     trace, notes = _newest_trace(run, options)
     diagnosis = diagnose_run(run, trace, memory)
+    if ignored := said.about_traces():
+        notes.append(f"{', '.join(ignored)}: not used, a run folder has its own count of tokens, model and device")
     return dataclasses.replace(diagnosis, notes=(*diagnosis.notes, *notes))
 
 

@@ -25,3 +25,11 @@ class Said:
     model: Path | None = None
     sequence: int | None = None
     device: str | None = None
+
+    def about_traces(self) -> list[str]:
+        """The options that were said and that only a trace needs."""
+        said = {
+            "--tokens": self.tokens, "--slots": self.slots, "--model": self.model, "--seq-len": self.sequence,
+            "--device": self.device,
+        }  # fmt: skip
+        return [name for name, value in said.items() if value is not None]

@@ -87,6 +87,11 @@ def read_trace(path: Path, workers: int | None = None) -> Trace:
             "The device was busy, but the profiler recorded nothing of it: profile again with ProfilerActivity.CUDA, "
             "after a warm-up step, with no other profiler (nsys, DCGM profiling) attached"
         )
+    if not len(gpu) and damage.truncated and (devices := _devices(splitter.metadata)):
+        raise UserError(
+            f"{path}: the trace is cut off before its GPU events ({damage.truncated}): {devices} is named, and not one "
+            "event of it is left; copy or export the file again"
+        )
     notes = []
     if columns.other_phases and not damage.lost:
         notes.append(f"{columns.other_phases} begin/end pairs of events were not read: only complete slices count")
@@ -102,6 +107,14 @@ def read_trace(path: Path, workers: int | None = None) -> Trace:
         metadata=splitter.metadata,
         notes=tuple(notes),
     )
+
+
+def _devices(metadata: Mapping[str, Any]) -> str:
+    """What the trace says it was recorded on; a CPU-only one names no device."""
+    devices = metadata.get("deviceProperties")
+    if not isinstance(devices, list) or not devices:
+        return ""
+    return str(devices[0].get("name", "a GPU")) if isinstance(devices[0], dict) else "a GPU"
 
 
 def _nothing(path: Path, damage: Damage) -> str:

@@ -120,7 +120,7 @@ def _efficiency(found: Efficiency) -> Iterator[tuple[str, str]]:
         yield "MFU", f"{fmt.percent(found.mfu)}{again}; {found.peak_text}; {covered}"
         yield "convention", found.convention
     else:
-        yield "MFU", f"unknown: {found.why}" + (f"; {covered}" if covered not in found.why else "")
+        yield "MFU", f"unknown: {found.why}" + (f"; {covered}" if "shapes cover" not in found.why else "")
     if found.padding is not None and found.tokens is not None and found.slots is not None:
         yield "padding", f"{fmt.percent(found.padding)}: {found.tokens:,} tokens in {found.slots:,} slots"
 
@@ -291,6 +291,7 @@ def render_comparison(item: Comparison) -> RenderableType:
     head = Text(f"{item.source} against {item.against}: ", style="bold")
     head.append("slower" if item.slower else "not slower", style="bold red" if item.slower else "bold green")
     parts: list[RenderableType] = [head]
+    parts += [Text(f"note: {note}", style="yellow") for note in item.notes]
     if item.rate is not None:
         parts.append(Text(f"{fmt.per_second(item.rate[0], 'tok')} against {fmt.per_second(item.rate[1], 'tok')}"))
     table = plain_table(f"a {item.per}", "this", "other", "difference")

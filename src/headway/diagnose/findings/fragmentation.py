@@ -14,7 +14,8 @@ from headway.diagnose.view import Mask, View, ms, short
 LAUNCH_IDLE = ("host", "launch_call", "launch_latency", "short")
 FUSABLE = ("elementwise", "norm", "reduction", "softmax", "copy", "memset")
 # Compilers' kernels, and Triton kernels written by hand (named like a Python function): fused already.
-FUSED = r"^triton_|_fused_|[Ff]used|^_[a-z0-9_]+$"
+# So are those of serving engines that say what they join.
+FUSED = r"^triton_|_fused_|[Ff]used|^_[a-z0-9_]+$|add_?rms_?norm|rms_?norm_(?:dynamic_)?quant|(?:silu|gelu|act)_and_mul"
 NOTABLE_IDLE, NOTABLE_UNFUSED = 0.05, 0.10
 _SHORT_BY_COUNT, _SMALL_MEDIAN_NS = 0.25, 30_000
 # A compiler's kernel takes about this many of eager's in a row (norm: cast, square, mean, add, rsqrt, products).
@@ -29,7 +30,7 @@ def find(case: Case) -> Iterator[Finding]:
     if not parts.kernels or not view.on_gpu:
         return
     fusable = unfused(view)
-    waits = {f"idle.{name}": view.idle.get(name, 0) for name in LAUNCH_IDLE}
+    waits = {f"idle.{name}": view.idle.get(name, 0) - _lone_wait(view, name) for name in LAUNCH_IDLE}
     waiting, busy = sum(waits.values()), max(1, view.time(view.inside))
     small = parts.short_by_count >= _SHORT_BY_COUNT or parts.median_ns < _SMALL_MEDIAN_NS
     launch_bound = small and waiting >= NOTABLE_IDLE * view.wall_ns
@@ -65,6 +66,14 @@ def find(case: Case) -> Iterator[Finding]:
         check="compile one transformer block and count its kernels again: a norm should be one, not seven",
         remedy="compile",
     )
+
+
+def _lone_wait(view: View, name: str) -> int:
+    """ns of the longest wait of a class, where it is half of the window: one pause (a first use, a request that had not
+    come) is no fragmentation."""
+    mask = view.gaps(name)
+    longest = int((view.device.gaps.end[mask] - view.device.gaps.start[mask]).max(initial=0))
+    return longest if 2 * longest >= view.wall_ns else 0
 
 
 def unfused(view: View) -> Mask:
