@@ -6,6 +6,7 @@ import importlib.util
 import json
 import pickle
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -374,10 +375,33 @@ def test_a_template_with_a_mistake_names_its_line(tmp_path: Path) -> None:
         )
 
 
-def test_a_tokenizer_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: no tokenizer could be read"):
-        prepare(chats(tmp_path / "c.jsonl"), tmp_path / "s", str(tmp_path / "nowhere"))
+@pytest.mark.parametrize("name", ["nowhere", "./no/where", "/no/where", "a/b/c", "here/nowhere", "~/nowhere-at-all"])
+def test_a_tokenizer_that_can_only_be_a_path_is_never_looked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A hub that is asked takes up to a minute to say that it does not know a folder of this machine."""
+    import transformers
+
+    def asked(*args: Any, **settings: Any) -> None:
+        raise AssertionError("a hub was asked")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", asked)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(UserError, match=f"^--tokenizer {re.escape(name)}: no such folder"):
+        prepare(chats(tmp_path / "c.jsonl"), tmp_path / "s", name, tokenizer_key="--tokenizer")
     assert partial_folder(tmp_path / "s").exists() is False
+
+
+def test_a_hub_name_is_refused_in_our_own_words(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        prepare(chats(tmp_path / "c.jsonl"), tmp_path / "s", "owner/nowhere")
+    assert "HF_HUB_OFFLINE" in str(refused.value) and "huggingface.co" not in str(refused.value)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^tokenizer .*: no tokenizer could be read"):
+        prepare(chats(tmp_path / "c.jsonl"), tmp_path / "s", str(tmp_path))
 
 
 # -- tools and reasoning -----------------------------------------------------------------------------------------------

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from headway.cli import data_quarantine
 from headway.cli.output import print_json
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from headway.data.options import Progress
+from headway.cli.progress import progress
 
 app = typer.Typer(no_args_is_help=True, help="Prepare chats and text once, offline; look at what training will see.")
 
@@ -46,8 +41,15 @@ def prepare(
     from headway.data.report_text import report_lines, report_record
 
     options = PrepareOptions(format=format, labels=labels, max_bad=max_bad, chat_template=chat_template)  # type: ignore[arg-type]
-    progress = None if json else _progress()
-    report = run_prepare(sources, out, tokenizer, options=options, workers=workers, progress=progress)
+    report = run_prepare(
+        sources,
+        out,
+        tokenizer,
+        options=options,
+        workers=workers,
+        progress=None if json else progress(),
+        tokenizer_key="--tokenizer",
+    )
     if json:
         print_json(report_record(report))
         return
@@ -83,18 +85,3 @@ def inspect(
             console.print(render_sample(sample), soft_wrap=True)
         else:
             print(f"{sample.file}:{sample.line}  {sample.tokens} tokens, {sample.trained} trained\n{sample.plain}")
-
-
-def _progress() -> Callable[[Progress], None] | None:
-    """A line that updates on a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return None
-
-    def show(at: Progress) -> None:
-        rate = at.bytes_done / at.seconds / 1e6 if at.seconds else 0.0
-        share = at.bytes_done / at.bytes_total if at.bytes_total else 1.0
-        left = (at.bytes_total - at.bytes_done) / 1e6 / rate if rate else 0.0
-        done = f"{share:6.1%}  {rate:.1f} MB/s  {left:.0f} s left  {at.totals.documents} documents"
-        print(f"\r{at.stage} {done}\033[K", end="\n" if share >= 1 else "", file=sys.stderr, flush=True)
-
-    return show

@@ -144,11 +144,12 @@ def _may_fork(config: RunConfig) -> bool:
 
 
 def _prepare(config: RunConfig) -> None:
+    from headway.cli.progress import progress
     from headway.train.data import prepare_sources
     from headway.train.model import check_model_section
 
     check_model_section(config)
-    prepare_sources(config, say=_say)
+    prepare_sources(config, say=_say, progress=progress())
 
 
 def _prepared(config: RunConfig) -> int:
@@ -170,6 +171,7 @@ def _entry(argv: Sequence[str]) -> None:
 
 def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
     from headway.account.run_clock import start_run_clock
+    from headway.cli.progress import progress
     from headway.guard.beacon import light_beacon
     from headway.guard.failure import record_failure
     from headway.guard.process_group import close_process_group
@@ -187,6 +189,7 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
             run_clock,
             observers=(lambda: _observers(config, quiet=json)) if main else list,
             say=_say if main and not json else _say_nothing,
+            progress=progress() if main and not json else None,
             hook=lambda place: _periodic_trace(config, place),
             beacon=beacon,
         )

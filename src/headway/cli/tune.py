@@ -29,11 +29,12 @@ def tune(
 
     Example: headway tune run.yaml preset=naive
     """
+    from headway.cli.progress import progress
     from headway.config.load import load_run
     from headway.train.data import prepare_sources
 
     config = load_run(run_file, overrides or []).config
-    prepare_sources(config, _say)
+    prepare_sources(config, _say, None if json else progress())
     with tempfile.TemporaryDirectory(prefix="headway-tune-") as scratch:
         if precision:
             return _precision(config, Path(scratch), json)

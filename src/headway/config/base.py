@@ -28,6 +28,16 @@ class Section(BaseModel):
             return values
         return {name: value for name, value in values.items() if value is not None or not cls._is_derived(name)}
 
+    def chose(self, name: str) -> bool:
+        """Whether somebody chose a key's value: it is not the default, or is written in a file that does not write all.
+
+        A resolved run file, and a configuration made from another one, hold every key; those values were not chosen.
+        """
+        keys, written = type(self).model_fields, self.model_fields_set
+        if getattr(self, name) != keys[name].get_default():
+            return True
+        return name in written and any(key not in written for key in keys if not self._is_derived(key))
+
     @classmethod
     def _is_derived(cls, name: str) -> bool:
         field = cls.model_fields.get(name)

@@ -50,11 +50,7 @@ class Job:
 
     @property
     def template_sha256(self) -> str:
-        """One hash over all chat templates that may be used; "" without any."""
-        if not self.templates:
-            return ""
-        named = "".join(f"{name} {template.sha256}\n" for name, template in sorted(self.templates.items()))
-        return hashlib.sha256(named.encode()).hexdigest()
+        return templates_sha256(self.templates)
 
     def recipe(self) -> Recipe:
         encoder = make_encoder(self.info, self.tokenizer)
@@ -67,6 +63,14 @@ class Job:
 
     def template_record(self, labels: str) -> TemplateRecord:
         return TemplateRecord(self.template_source, self.template_sha256, labels)
+
+
+def templates_sha256(templates: dict[str, ChatTemplate]) -> str:
+    """One hash over all chat templates that may be used; "" without any."""
+    if not templates:
+        return ""
+    named = "".join(f"{name} {template.sha256}\n" for name, template in sorted(templates.items()))
+    return hashlib.sha256(named.encode()).hexdigest()
 
 
 def size_of(sources: list[Source]) -> int:
@@ -104,9 +108,8 @@ def reasons_to_rebuild(job: Job, manifest: Manifest, hashed: Callable[[int], Non
         known = before[str(source.path)]
         with reading(source.path):
             size = source.path.stat().st_size
-        if size != known.size or hash_file(source.path) != known.sha256:
+        if size != known.size or hash_file(source.path, hashed) != known.sha256:
             reasons.append(f"{source.path} changed")
-        hashed(size)
     if not reasons:
         try:
             ShardFolder.open(job.out)

@@ -45,9 +45,11 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far `prepare` is. ``stage``: "comparing" (hashing sources against a folder that is there) or "tokenising".
+    """How far long work on data is. ``stage``: "comparing" (hashing sources against a folder that is there),
+    "tokenising", or "verifying" (hashing shards).
 
-    ``bytes_done`` of ``bytes_total`` source bytes; ``reasons``: why a folder that was there is made again.
+    ``bytes_done`` of ``bytes_total``, of sources or shards, in ``seconds`` of this stage; ``reasons``: why a folder
+    that was there is made again.
     """
 
     stage: str

@@ -55,11 +55,13 @@ def prepare(
     workers: int | None = None,
     progress: Callable[[Progress], None] | None = None,
     shard_bytes: int | None = None,
+    tokenizer_key: str = "tokenizer",
 ) -> PrepareReport:
     """Tokenise and label sources into a folder of shards, or find that this was done.
 
     ``sources``: files, folders, globs. ``tokenizer``: a path, name, .gguf file, or a transformers tokenizer.
     ``workers``: processes, by default one per core this process may use. ``shard_bytes``: source bytes per shard.
+    ``tokenizer_key``: what the user set the tokenizer with, for messages.
 
     Raises:
         UserError: bad sources, options or template, too many bad records, nothing to train on, a full disk, or another
@@ -67,7 +69,7 @@ def prepare(
     """
     options = options or PrepareOptions()
     paths, foreign = expand([sources] if isinstance(sources, (str, Path)) else sources)
-    opened = open_tokenizer(tokenizer)
+    opened = open_tokenizer(tokenizer, key=tokenizer_key)
     info = take_apart(opened, str(tokenizer) if isinstance(tokenizer, (str, Path)) else "")
     where, templates = load_templates(info, options.chat_template, options.template_options, options.template_date)
     total = size_of(paths)
@@ -104,7 +106,8 @@ class _Run:
         self.progress = progress
         self.reasons: tuple[str, ...] = ()
         self.resumed = 0
-        self._began = time.monotonic()
+        self._began = self._stage_began = time.monotonic()
+        self._stage = "comparing"
         self._bytes = 0
         self._compared = 0
         self._totals = Totals()
@@ -178,7 +181,10 @@ class _Run:
 
     def _tell(self, stage: str, done: int) -> None:
         if self.progress:
-            seconds = time.monotonic() - self._began
+            now = time.monotonic()
+            if stage != self._stage:
+                self._stage, self._stage_began = stage, now
+            seconds = now - self._stage_began
             self.progress(Progress(stage, done, self.job.total_bytes, self._totals, seconds, self.reasons))
 
     def report(

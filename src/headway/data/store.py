@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -11,6 +12,8 @@ import numpy as np
 from headway.account.errors import UserError
 from headway.data import manifest as manifests
 from headway.data.manifest import Manifest, Shard
+
+_BLOCK = 4 << 20
 
 
 @runtime_checkable
@@ -112,20 +115,21 @@ class ShardFolder:
     def source(self, doc: int) -> tuple[str, int]:
         return self.manifest.files[int(self._files[doc])].path, int(self._lines[doc])
 
-    def verify(self) -> None:
-        """Read every file of the folder and compare it with the manifest's hash.
+    @property
+    def size(self) -> int:
+        """Bytes of all files that `verify` reads."""
+        return self.manifest.rejected.size + sum(f.size for s in self.manifest.shards for f in s.parts.values())
+
+    def verify(self, hashed: Callable[[int], None] | None = None) -> None:
+        """Read every file of the folder and compare it with the manifest's hash; ``hashed`` is told bytes read.
 
         Raises:
             UserError: names the first file that differs.
         """
-        for shard in self.manifest.shards:
-            for part, expected in shard.parts.items():
-                file = part_path(self.path, shard.name, part)
-                if hash_file(file) != expected.sha256:
-                    raise UserError(f"{file}: its content is not what the manifest says; prepare the data again")
-        file = self.path / manifests.REJECTED
-        if hash_file(file) != self.manifest.rejected.sha256:
-            raise UserError(f"{file}: its content is not what the manifest says; prepare the data again")
+        parts = [(part_path(self.path, s.name, part), f) for s in self.manifest.shards for part, f in s.parts.items()]
+        for file, expected in [*parts, (self.path / manifests.REJECTED, self.manifest.rejected)]:
+            if hash_file(file, hashed) != expected.sha256:
+                raise UserError(f"{file}: its content is not what the manifest says; prepare the data again")
 
     def _slice(self, arrays: list[np.ndarray], doc: int, start: int, stop: int | None) -> np.ndarray:
         length = int(self.lengths[doc])
@@ -164,15 +168,21 @@ def part_path(folder: Path, shard: str, part: str) -> Path:
     return folder / f"{shard}.{part}.npy"
 
 
-def hash_file(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal.
+def hash_file(path: Path, hashed: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file's content, in hexadecimal. ``hashed`` is told bytes read, every few megabytes.
 
     Raises:
         UserError: the file cannot be read.
     """
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            if hashed is None:
+                return hashlib.file_digest(file, "sha256").hexdigest()
+            digest, block = hashlib.sha256(), bytearray(_BLOCK)
+            while size := file.readinto(block):
+                digest.update(memoryview(block)[:size])
+                hashed(size)
+            return digest.hexdigest()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
 

@@ -13,11 +13,14 @@ import orjson
 from tokenizers import Tokenizer
 
 from headway.account.errors import UserError
+from headway.config.paths import refuse_missing
 from headway.data.encode import Encoder, FastEncoder, SlowEncoder
 from headway.data.templates import ChatTemplate
 
 #: How a plain text ends up between special tokens is found with this one.
 _PROBE = "a"
+
+_PATIENCE = 5.0  # seconds for the hub's one answer
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,85 @@ class TokenizerInfo:
 
     @property
     def dtype(self) -> type[np.unsignedinteger]:
-        return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
+        kinds = (np.uint8, np.uint16, np.uint32)
+        return next(kind for kind in kinds if self.vocab_size <= np.iinfo(kind).max + 1)
 
 
-def open_tokenizer(source: Any) -> Any:
-    """A tokenizer from a folder, a model name, or a .gguf file; a tokenizer object is returned as it is.
+def open_tokenizer(source: Any, *, key: str = "tokenizer", trust_remote_code: bool = False) -> Any:
+    """A tokenizer from a folder, a hub name, or a .gguf file; a tokenizer object is returned as it is.
 
     Raises:
-        UserError: there is none, or it cannot be read.
+        UserError: there is none, or it cannot be read; names ``key``.
     """
     if not isinstance(source, (str, Path)):
         return source
+    refuse_missing(source, key)
     from transformers import AutoTokenizer
 
     path = Path(source).expanduser()
     try:
         if path.suffix == ".gguf":
             return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-        return AutoTokenizer.from_pretrained(str(path) if path.exists() else str(source))
+        if path.exists():
+            return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+        return _from_hub(str(source), key, trust_remote_code)
+    except UserError:
+        raise
     except Exception as error:  # the library raises a dozen kinds, from OSError to bare Exception out of Rust
-        raise UserError(f"{source}: no tokenizer could be read ({' '.join(str(error).split())[:160]})") from error
+        raise UserError(f"{key} {source}: no tokenizer could be read ({_in_short(error)})") from error
+
+
+def _from_hub(name: str, key: str, trust_remote_code: bool) -> Any:
+    """By hub name: from the cache where it is there, else from the hub, which is asked once before it is tried.
+
+    The library itself asks for every possible file, several times with growing pauses: a minute without a network.
+    """
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+    from transformers import AutoTokenizer
+
+    try:
+        hf_hub_download(name, "tokenizer_config.json", local_files_only=True)
+        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=trust_remote_code)
+    except (LocalEntryNotFoundError, OSError):
+        pass  # not in the cache, or not all of it
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"{key} {name}: neither a folder here nor in the hub's cache, and HF_HUB_OFFLINE is set")
+    why = _hub_refuses(name)
+    if why:
+        raise UserError(f"{key} {name}: no folder here, not in the hub's cache, and {why}")
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def _hub_refuses(name: str) -> str:
+    """Why the hub does not give a model; empty when it knows it. One request, a few seconds."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        HfApi().model_info(name, timeout=_PATIENCE)
+    except GatedRepoError:
+        return "the hub gives it only to those it knows (log in with `hf auth login`)"
+    except RepositoryNotFoundError:
+        return "the hub has no model of this name"
+    except Exception as error:  # the kind depends on the library's version and on what part of the network fails
+        return f"the hub cannot be reached ({_in_short(error)})"
+    return ""
+
+
+def _in_short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:160]
+
+
+def read_template(path: str | Path) -> str:
+    """The text of a Jinja file. Raises UserError where it cannot be read."""
+    file = Path(path).expanduser()
+    try:
+        if file.exists() and not file.is_file():
+            raise UserError(f"data.chat_template: {path} is not a regular file")  # a pipe would be waited for
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.chat_template: {path} cannot be read ({error})") from None
 
 
 def take_apart(tokenizer: Any, path: str = "") -> TokenizerInfo:
@@ -110,11 +172,7 @@ def load_templates(
         UserError: the file cannot be read, or the tokenizer has several templates and no default.
     """
     if path is not None:
-        try:
-            sources = {"default": Path(path).expanduser().read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"data.chat_template: {path} cannot be read ({error})") from None
-        where = str(path)
+        sources, where = {"default": read_template(path)}, str(path)
     else:
         sources, where = info.templates, "tokenizer" if info.templates else "none"
     if sources and "default" not in sources:

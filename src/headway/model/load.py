@@ -22,6 +22,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from headway.account.errors import UserError
+from headway.config.paths import refuse_missing
 from headway.model import attention as headway_attention
 from headway.model.forward import embedding_rows
 from headway.model.terminal import bars_on_terminals_only
@@ -35,7 +36,7 @@ DTYPES = {
 
 def load_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a local folder (or of a hub name, where the hub or its cache can be reached)."""
-    _check_folder(path, "model.tokenizer")
+    refuse_missing(path, "model.tokenizer")
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
@@ -79,7 +80,7 @@ def read_config(
 ) -> PretrainedConfig:
     """The architecture from a config.json, its folder, a hub name, or inline keys with model_type."""
     if not isinstance(source, Mapping):
-        _check_folder(source, "model.config")
+        refuse_missing(source, "model.config")
         try:
             return AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         except json.JSONDecodeError as error:
@@ -161,7 +162,7 @@ def check_model_folder(path: str | os.PathLike[str] | None) -> None:
     """UserError for a model folder that is missing or has no weights; before hours of tokenising rather than after."""
     if path is None:
         return
-    _check_folder(path, "model.path")
+    refuse_missing(path, "model.path")
     if Path(path).is_dir():
         _check_weights(Path(path))
 
@@ -206,14 +207,6 @@ def _random_weights(
             raise UserError(
                 f"model.config ({config.model_type}): no model can be made of it ({_in_short(error)})"
             ) from error
-
-
-def _check_folder(path: str | os.PathLike[str], key: str) -> None:
-    """A hub name looks like `owner/name`; whatever looks more like a path must exist."""
-    text = os.fspath(path)
-    looks_local = text.startswith((".", "/", "~")) or text.count("/") > 1 or "/" not in text
-    if looks_local and not Path(text).exists():
-        raise UserError(f"{key} {text}: no such folder (a hub name has the form owner/name)")
 
 
 def _check_weights(folder: Path) -> None:

@@ -21,6 +21,7 @@ from headway.account.totals import Totals
 from headway.config.dump import dump_yaml
 from headway.config.run import RunConfig
 from headway.data.feed import Feeder
+from headway.data.options import Progress
 from headway.data.stream import Stream
 from headway.data.view import View
 from headway.data.vocabulary import check_vocabulary
@@ -97,6 +98,7 @@ def build_run(
     say: Say,
     hook: HookFactory | None = None,
     beacon: Beacon | None = None,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Run:
     """Builds one rank's run. Collective: every rank calls it, and it succeeds or fails on all.
 
@@ -106,7 +108,7 @@ def build_run(
     lock = FolderLock(config.folder)
     try:
         with run_clock.phase("startup.launch"):
-            return _build(config, rank_env, run_clock, observers, say, lock, hook, beacon)
+            return _build(config, rank_env, run_clock, observers, say, lock, hook, beacon, progress)
     except BaseException:
         lock.release()
         raise
@@ -121,6 +123,7 @@ def _build(
     lock: FolderLock,
     hook: HookFactory | None,
     beacon: Beacon | None,
+    progress: Callable[[Progress], None] | None,
 ) -> Run:
     place = _find_place(config, rank_env)
     folder = RunFolder(config.folder).create()
@@ -144,7 +147,7 @@ def _build(
     found = resuming.find_checkpoint(config, tiers)
     with run_clock.phase("startup.data"):
         told = rank_env is not None and rank_env.launched_by == "headway"  # the launcher prepared, and said so
-        view, stream = _data(config, place, say, (lambda text: None) if told else say)
+        view, stream = _data(config, place, say, (lambda text: None) if told else say, progress)
         steps = total_steps(config, stream)
         _check_schedule(config, steps)
         resuming.refuse_early(config, stream, found)
@@ -248,8 +251,10 @@ def _find_place(config: RunConfig, rank_env: RankEnv | None) -> Place:
     return Place(device, Layout(replicate, shard), rank, dtype, here)
 
 
-def _data(config: RunConfig, place: Place, say: Say, say_prepared: Say) -> tuple[View, Stream]:
-    control().on_main(lambda: prepare_sources(config, say_prepared), UserError, (UserError, OSError))
+def _data(
+    config: RunConfig, place: Place, say: Say, say_prepared: Say, progress: Callable[[Progress], None] | None
+) -> tuple[View, Stream]:
+    control().on_main(lambda: prepare_sources(config, say_prepared, progress), UserError, (UserError, OSError))
     view = training_view(config)
     stream = make_stream(config, view, config.sequences_per_step(place.layout.data_parallel))
     for fact in (view.overlong, view.untrained, stream.efficiency(0)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,29 +11,54 @@ from typing import Any
 from headway.account.errors import UserError
 from headway.config.data import Source
 from headway.config.run import RunConfig
-from headway.data.prepare import PrepareOptions, prepare
+from headway.data.manifest import Totals
+from headway.data.prepare import PrepareOptions, Progress, prepare
 from headway.data.report_text import report_lines
 from headway.data.store import ShardFolder, is_store, open_store
 from headway.data.stream import Stream, StreamOptions
 from headway.data.tokenizer import open_tokenizer
 from headway.data.view import View, ViewOptions, Weighted
+from headway.train.prepared import Prepared, check_prepared
 
 Say = Callable[[str], None]
 
 _MOST_EPOCHS = 10_000  # each is planned before the first step, to know the length of the schedule
 
 
-def prepare_sources(config: RunConfig, say: Say) -> None:
-    """Prepares every source (training and evaluation) that is not prepared yet; verifies every shard by its hash."""
-    raw = [source for source in _all_sources(config) if not is_store(source.path)]
-    _tokenise(config, raw, say)
-    for weighted in open_sources(config, _all_sources(config)):
-        if isinstance(weighted.store, ShardFolder):
-            # A flipped bit would train without a word; hashing costs a second a gigabyte, once a start.
-            weighted.store.verify()
+def prepare_sources(config: RunConfig, say: Say, progress: Callable[[Progress], None] | None = None) -> None:
+    """Prepares every source (training and evaluation) that is not prepared yet; verifies every shard by its hash.
+
+    Raises:
+        UserError: a source, an option or a shard is wrong, or a source that is prepared contradicts the run file.
+    """
+    ready = [
+        Prepared(f"{section}[{number}]", source, open_store(source.path))
+        for section, sources in (("data.sources", config.data.sources), ("eval.data", config.eval.data or []))
+        for number, source in enumerate(sources)
+        if is_store(source.path)
+    ]
+    for line in check_prepared(config, ready):
+        say(f"data: {line}")
+    _tokenise(config, [source for source in _all_sources(config) if not is_store(source.path)], say, progress)
+    stores = [weighted.store for weighted in open_sources(config, _all_sources(config))]
+    # A flipped bit would train without a word; hashing costs a second a gigabyte, once a start.
+    _verify([store for store in stores if isinstance(store, ShardFolder)], progress)
 
 
-def _tokenise(config: RunConfig, raw: Sequence[Source], say: Say) -> None:
+def _verify(stores: Sequence[ShardFolder], progress: Callable[[Progress], None] | None) -> None:
+    total, done, began = sum(store.size for store in stores), 0, time.monotonic()
+
+    def hashed(size: int) -> None:
+        nonlocal done
+        done += size
+        if progress:
+            progress(Progress("verifying", done, total, Totals(), time.monotonic() - began))
+
+    for store in stores:
+        store.verify(hashed)
+
+
+def _tokenise(config: RunConfig, raw: Sequence[Source], say: Say, progress: Callable[[Progress], None] | None) -> None:
     if raw and config.model.tokenizer is None:
         raise UserError(f"model.tokenizer is not given, and {raw[0].path} must be tokenised; name a tokenizer's folder")
     for source in raw:
@@ -47,6 +73,8 @@ def _tokenise(config: RunConfig, raw: Sequence[Source], say: Say) -> None:
                 chat_template=str(config.data.chat_template) if config.data.chat_template else None,
             ),
             workers=config.data.workers,
+            progress=progress,
+            tokenizer_key="model.tokenizer",
         )
         for line in report_lines(report):
             say(f"data: {line}")
@@ -108,7 +136,7 @@ def decoder(config: RunConfig) -> Callable[[list[int]], str]:
 
     def decode(ids: list[int]) -> str:
         if not opened:
-            opened.append(open_tokenizer(str(config.model.tokenizer or config.model.path)))
+            opened.append(open_tokenizer(str(config.model.tokenizer or config.model.path), key="model.tokenizer"))
         return str(opened[0].decode(ids, skip_special_tokens=False))
 
     return decode

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from headway.account.flops import LoraShape, Trainable
 from headway.account.shape import ModelShape
 from headway.config.model import LoraConfig
+from headway.config.paths import refuse_missing
 from headway.config.run import RunConfig
 from headway.model.load import check_model_config, check_model_folder, load_model
 from headway.model.lora import apply_lora
@@ -33,6 +34,8 @@ class BuiltModel:
 
 def check_model_section(config: RunConfig) -> None:
     """Finds what is wrong with the section without reading or making weights: before hours of tokenising."""
+    if config.model.tokenizer is not None:
+        refuse_missing(config.model.tokenizer, "model.tokenizer")
     check_model_folder(config.model.path)
     if config.model.config is not None:
         check_model_config(config.model.config, trust_remote_code=config.model.trust_remote_code)
