@@ -182,6 +182,10 @@ class _Collector:
         self.texts += [piece for document in documents for piece in document.pieces]
         return [BadRecord("only collected") for _ in documents]
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Nothing is encoded here, so there is nothing that could be decoded."""
+        raise NotImplementedError
+
 
 def rendered(sources: Any, info: TokenizerInfo, options: PrepareOptions) -> list[str]:
     """The texts that `prepare` tokenises, in its order."""

@@ -11,6 +11,7 @@ from headway.account.errors import UserError
 from headway.data import fit as fitting
 from headway.data import labels as labelling
 from headway.data.chunks import Chunk, records
+from headway.data.decoded import difference
 from headway.data.encode import Document, Encoded, Encoder
 from headway.data.formats import Chat, Completion, parse_record
 from headway.data.labels import Disagreement, Labeller
@@ -88,11 +89,16 @@ class Converter:
         return next((labeller.source for labeller in self._labellers.values()), "none")
 
     def _finish(self, held: list[Converted], documents: list[Document]) -> Iterator[Converted]:
-        encoded = iter(self.encoder.encode(documents) if documents else [])
+        encoded, sent = iter(self.encoder.encode(documents) if documents else []), iter(documents)
         for item in held:
             if item.result is _PENDING:
-                item.result = next(encoded)
+                item.result, document = next(encoded), next(sent)
             if isinstance(item.result, Encoded):
+                if document.check and (wrong := difference(document, item.result, self.encoder.decode)):
+                    raise UserError(
+                        f"{self.paths[item.file]}:{item.line}: the labels are wrong: {wrong}; with the tokenizer "
+                        f"{self.info.path} Headway cannot tell where answers lie; report this with the record"
+                    )
                 self.notes[BOUNDARY_CUT] += bool(item.result.cut)
                 if not len(item.result.ids):
                     item.result = BadRecord("the tokenizer makes no token of it")
@@ -140,7 +146,7 @@ class Converter:
                 f"must learn cannot be told: {difference}; set data.labels: last, or data.chat_template to a template "
                 "with {% generation %} blocks"
             ) from None
-        return Document([text], spans)
+        return Document([text], spans, check=labeller.due)
 
     def _labeller(self, name: str) -> Labeller:
         if name not in self._labellers:

@@ -23,13 +23,14 @@ class Document:
     """What to tokenise: ``pieces`` are tokenised apart and joined.
 
     ``spans`` are the trained character positions of the joined text; ``head`` ids go before it, untrained; ``tail`` ids
-    behind it, trained.
+    behind it, trained. ``check``: whether its labels are to be decoded and compared with the text.
     """
 
     pieces: list[str]
     spans: list[tuple[int, int]]
     head: tuple[int, ...] = ()
     tail: tuple[int, ...] = ()
+    check: bool = False
 
 
 @dataclass(slots=True)
@@ -45,6 +46,10 @@ class Encoder(Protocol):
     """Turns documents into tokens; in place of one that cannot be labelled exactly comes the reason."""
 
     def encode(self, documents: Sequence[Document]) -> list[Encoded | BadRecord]: ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        ...
 
 
 @dataclass
@@ -102,13 +107,13 @@ class FastEncoder:
         if len(pieces) > len(document.pieces):
             again = self.encode([Document(pieces, document.spans, document.head, document.tail)])[0]
             # A tokenizer that puts a space before every text would put one into the middle of this one.
-            if isinstance(again, Encoded) and self._decode(again.ids) == self._decode(whole):
+            if isinstance(again, Encoded) and self.decode(again.ids.tolist()) == self.decode(whole.tolist()):
                 again.cut += len(inside)
                 return again
         return _cannot_cut(document, inside[0])
 
-    def _decode(self, ids: np.ndarray) -> str:
-        return self.backend.decode(ids.tolist(), skip_special_tokens=False)
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.backend.decode(ids, skip_special_tokens=False)
 
 
 @dataclass
@@ -135,7 +140,7 @@ class SlowEncoder:
             pieces_cut = _split(document.pieces, inside)
             if len(pieces_cut) > len(document.pieces):
                 again = self._one(Document(pieces_cut, document.spans, document.head, document.tail))
-                if isinstance(again, Encoded) and self._decode(again.ids.tolist()) == self._decode(ids):
+                if isinstance(again, Encoded) and self.decode(again.ids.tolist()) == self.decode(ids):
                     again.cut += len(inside)
                     return again
             return _cannot_cut(document, inside[0])
@@ -149,7 +154,7 @@ class SlowEncoder:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False) if text else []
 
-    def _decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
 

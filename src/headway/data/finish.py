@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -20,6 +24,7 @@ from headway.data.store import ShardFolder, part_path
 from headway.data.units import UnitRecord, rejected_path
 
 _SHOWN = 400  # characters of the sample in an error
+_LOOKED_AT = 200  # bad records among which the commonest reason is found
 
 
 def publish(job: Job, readers: list[FileReader], records: list[UnitRecord]) -> Manifest:
@@ -52,9 +57,15 @@ def check_rejected(totals: Totals, max_bad: float, rejected: Path, paths: list[s
     records = totals.documents + totals.rejected
     if not records:
         raise UserError(f"{', '.join(paths[:3])}: no records; the data is empty")
-    if totals.rejected > max_bad * records or not totals.documents:
+    if not totals.documents:
+        # Not the first: a broken line at the head would hide what all the others lack.
+        reason = Counter(bad["reason"] for bad in _rejected(rejected)).most_common(1)[0][0]
+        where = next(f"{bad['file']}:{bad['line']}" for bad in _rejected(rejected) if bad["reason"] == reason)
+        raise UserError(f"{where}: {reason}; none of {records} records can be used, all are listed in {rejected}")
+    if totals.rejected > max_bad * records:
+        bad = next(_rejected(rejected))
         raise UserError(
-            f"{_first_rejected(rejected)}; {totals.rejected} of {records} records are bad "
+            f"{bad['file']}:{bad['line']}: {bad['reason']}; {totals.rejected} of {records} records are bad "
             f"({totals.rejected / records:.1%}, data.max_bad allows {max_bad:.1%}); all are listed in {rejected}"
         )
 
@@ -128,10 +139,11 @@ def _write_rejected(partial: Path, records: list[UnitRecord]) -> FileHash:
     return write_bytes(partial / manifests.REJECTED, parts)
 
 
-def _first_rejected(path: Path) -> str:
+def _rejected(path: Path) -> Iterator[dict[str, Any]]:
+    """The first of the bad records that a file lists."""
     with path.open("rb") as file:
-        first = orjson.loads(file.readline())
-    return f"{first['file']}:{first['line']}: {first['reason']}"
+        for line in islice(file, _LOOKED_AT):
+            yield orjson.loads(line)
 
 
 def _nothing_trained(job: Job, manifest: Manifest) -> str:

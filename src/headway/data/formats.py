@@ -24,6 +24,9 @@ FORMATS: dict[str, tuple[tuple[str, ...], ...]] = {
     "text": (("text",),),
 }
 
+#: What stands in a format's place where no record showed one.
+NO_FORMAT = "unknown"
+
 _CHAT_KEYS = ("messages", "conversations", "conversation")
 
 # The prompts of the Stanford Alpaca release, used where a tokenizer has no chat template.
@@ -60,7 +63,17 @@ class Text:
 Sample = Chat | Completion | Text
 
 
-def mistyped(record: Any) -> str:
+def without_format(record: Any) -> BadRecord:
+    """Why a record has none of the formats: what it holds, or which of its values is of the wrong kind."""
+    wrong = _mistyped(record)
+    if wrong:
+        return BadRecord(wrong)
+    known = "; ".join(f"{name} ({' + '.join('/'.join(keys) for keys in needed)})" for name, needed in FORMATS.items())
+    holds = f"keys {', '.join(map(repr, list(record)[:10]))}" if isinstance(record, dict) else "no object"
+    return BadRecord(f"holds {holds}, which is none of the formats {known}; give data.format")
+
+
+def _mistyped(record: Any) -> str:
     """What is wrong with a record that has a format's key and no value of its kind; empty when it has no such key."""
     if not isinstance(record, dict):
         return ""
@@ -103,6 +116,8 @@ def parse_record(fmt: str, record: Any, *, chat_template: bool) -> Sample:
     Raises:
         BadRecord: the record does not have the format's shape; the reason names the key.
     """
+    if fmt == NO_FORMAT:
+        raise without_format(record)
     if not isinstance(record, dict):
         raise BadRecord(f"not an object but {_kind(record)}")
     if fmt in ("messages", "sharegpt"):

@@ -10,7 +10,8 @@ one rendering: if the generation prompt occurs exactly once per assistant turn, 
 turn's content (or that content trimmed) and the end token, then these are the only places where the prefixes can end.
 What that does not show, that earlier turns are rendered alike when fewer turns follow, is compared in full for the
 first conversations of each shape (system turn, tools, roles, several turns) and for every 128th after them. Whatever is
-not so plain (reasoning, tool calls, marked-up content) always takes the full comparison.
+not so plain (reasoning, tool calls, marked-up content) always takes the full comparison. Of the same conversations the
+labels are decoded once they are tokens (`decoded`).
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class Labeller:
     lead: str = field(init=False, default="")  # between that and the content, mostly nothing
     close: str = field(init=False, default="")  # from the content's end to the end of the end token
     end: str = field(init=False, default="")  # the end token
+    due: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         longest_first = sorted(set(self.added_tokens), key=len, reverse=True)
@@ -80,6 +82,8 @@ class Labeller:
     def label(self, chat: Chat) -> tuple[str, list[Span]]:
         """The rendered conversation and its trained spans, as character positions [start, stop), in order.
 
+        ``due`` says afterwards whether it was one of those that are compared in full.
+
         Raises:
             BadRecord: the template refuses the conversation.
             Disagreement: prefixes do not agree; the message shows the difference.
@@ -87,6 +91,7 @@ class Labeller:
         messages, tools = chat.messages, chat.tools
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         wanted = turns[-1:] if self.labels == "last" else turns
+        self.due = self._is_due(chat, turns)
         if self.template.has_generation:
             text, spans = self.template.render_generation(messages, tools)
             by_turn = self._from_blocks(chat, text, spans, turns, wanted)
@@ -108,8 +113,8 @@ class Labeller:
             self.notes[NOT_RENDERED] += any(m["content"].strip() not in text for m in chat.messages)
             return list(zip(wanted, spans, strict=True))
         spans = found[-len(wanted) :] if wanted else []
-        if self._due(chat, turns):
-            for turn, span in _some(list(zip(wanted, spans, strict=True))):
+        if self.due:
+            for turn, span in some(list(zip(wanted, spans, strict=True))):
                 compared = self.by_prefix(chat, text, turn)
                 if compared != span:
                     raise Disagreement(_difference(turn, text[slice(*compared)], text[slice(*span)]))
@@ -176,7 +181,7 @@ class Labeller:
         self.notes[NO_END_TOKEN] += 1
         return start + len(upto[start:].rstrip())
 
-    def _due(self, chat: Chat, turns: list[int]) -> bool:
+    def _is_due(self, chat: Chat, turns: list[int]) -> bool:
         """Whether this conversation is one of those compared in full."""
         roles = frozenset(message["role"] for message in chat.messages)
         shape = (bool(chat.tools), chat.messages[0]["role"], len(turns) > 1, chat.messages[-1]["role"], roles)
@@ -240,7 +245,7 @@ class Labeller:
             self.end, self.close = end.group(), answered[at + 1 : end.end()]
 
 
-def _some(items: list) -> list:
+def some(items: list) -> list:
     """All of a few; else the first, the last and some between, so that one long conversation stays cheap to check."""
     if len(items) <= _CHECKED_TURNS:
         return items

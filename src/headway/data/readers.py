@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 from headway.account.errors import UserError
 from headway.data.chunks import Chunk, Kind, records
-from headway.data.formats import FORMATS, detect_format, mistyped
+from headway.data.formats import NO_FORMAT, detect_format
 from headway.data.readers_json import json_layout, value_chunks
 from headway.data.sources import Source
 from headway.data.store import hash_file
 from headway.data.streams import Filled, open_stream, reading
-from headway.data.turns import BadRecord
 
 #: The longest record read. A file without line ends would otherwise be taken into memory whole.
 MAX_RECORD = 256 << 20
-
-#: How many records are looked at to find a file's format; more bad ones in a row than this are no accident.
-_LOOK_AT = 200
 
 
 class FileReader:
@@ -37,28 +32,23 @@ class FileReader:
         self.sha256 = ""
 
     def chunks(self) -> Iterator[Chunk]:
-        """Chunks of about ``target`` bytes.
+        """Chunks of about ``target`` bytes; those before the first record that has a format are of `NO_FORMAT`.
+
+        Their records are bad ones like others: whether the data is acceptable with them, `max_bad` decides.
 
         Raises:
-            UserError: the file cannot be read, is damaged, or its format is not given and cannot be told.
+            UserError: the file cannot be read, or is damaged.
         """
-        held: list[Chunk] = []
+        sought, any_record = self.format == "auto", False
         for chunk in self._raw():
-            held.append(chunk)
-            if self.format == "auto":
-                self.format = find_format(self.source, held) or "auto"
-            if self.format != "auto":
-                yield from self._named(held)
-                held = []
-        if self.format == "auto":
-            if any(True for chunk in held for _ in records(chunk)):
-                raise _no_format(self.source, held)
-            self.format = "empty"
-
-    def _named(self, chunks: list[Chunk]) -> Iterator[Chunk]:
-        for chunk in chunks:
+            if sought:
+                found, holds_records = find_format(chunk)
+                self.format = found or NO_FORMAT
+                sought, any_record = found is None, any_record or holds_records
             chunk.format = self.format
             yield chunk
+        if sought:
+            self.format = NO_FORMAT if any_record else "empty"
 
     def _raw(self) -> Iterator[Chunk]:
         if self.source.container in ("parquet", "arrow"):
@@ -79,37 +69,17 @@ class FileReader:
             self.size = file.size
 
 
-def find_format(source: Source, chunks: list[Chunk]) -> str | None:
-    """The format of the first record that has one; None as long as there are few records and none has.
-
-    Raises:
-        UserError: none of the records looked at has a format; says what the first one holds.
-    """
-    seen = 0
-    for chunk in chunks:
-        if chunk.kind == "document":
-            return "text"
-        for _, record in islice(records(chunk), _LOOK_AT):
-            fmt = detect_format(record)
-            if fmt:
-                return fmt
-            seen += 1
-    if seen >= _LOOK_AT or sum(len(chunk.data) for chunk in chunks) > MAX_RECORD:
-        raise _no_format(source, chunks)
-    return None
-
-
-def _no_format(source: Source, chunks: list[Chunk]) -> UserError:
-    seen = list(islice((pair for chunk in chunks for pair in records(chunk)), _LOOK_AT))
-    number, record = next((pair for pair in seen if not isinstance(pair[1], BadRecord)), seen[0])
-    if isinstance(record, BadRecord):
-        return UserError(f"{source}:{number}: {record}; no readable record among the first {len(seen)}")
-    known = "; ".join(f"{name} ({' + '.join('/'.join(keys) for keys in needed)})" for name, needed in FORMATS.items())
-    wrong = mistyped(record)
-    if wrong:
-        return UserError(f"{source}:{number}: {wrong}")
-    holds = f"keys {', '.join(map(repr, list(record)[:10]))}" if isinstance(record, dict) else "no object"
-    return UserError(f"{source}:{number}: holds {holds}, which is none of the formats {known}; give data.format")
+def find_format(chunk: Chunk) -> tuple[str | None, bool]:
+    """The format of the first record that has one, None where none has; and whether there is any record."""
+    if chunk.kind == "document":
+        return "text", True
+    any_record = False
+    for _, record in records(chunk):
+        any_record = True
+        fmt = detect_format(record)
+        if fmt:
+            return fmt, True
+    return None, any_record
 
 
 def _pieces(source: Source, stream: Filled, target: int) -> Iterator[tuple[Kind, int, bytes]]:
