@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,12 @@ import pytest
 from rich.console import Console
 
 from data.chat_material import CHATML, Characters, byte_level, metaspace, write_jsonl
+from data.test_megatron import write as write_megatron
 from headway.account.errors import UserError
 from headway.data.inspect import inspect_folder, render_sample
 from headway.data.prepare import prepare
+from headway.data.report_text import inspect_lines, inspect_record
+from headway.data.sources import expand
 
 TURNS = [("user", "hello"), ("assistant", "the fox"), ("user", "été?"), ("assistant", "你好 🙂")]
 PLAIN = (
@@ -90,3 +95,66 @@ def test_a_tokenizer_can_be_given_but_must_be_the_same(tmp_path: Path) -> None:
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no manifest"):
         inspect_folder(tmp_path)
+
+
+def _no_manifest(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+def _file(folder: Path) -> Path:
+    return write_jsonl(folder / "c.jsonl", [{"text": "a"}])
+
+
+def _below_a_file(folder: Path) -> Path:
+    return _file(folder) / "shards"
+
+
+def _pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "pipe")
+    return folder / "pipe"
+
+
+def _missing(folder: Path) -> Path:
+    return folder / "nowhere"
+
+
+@pytest.mark.parametrize("make", [_no_manifest, _file, _below_a_file, _pipe, _missing])
+def test_whatever_is_no_folder_of_shards_says_how_to_make_one(tmp_path: Path, make: Any) -> None:
+    path = make(tmp_path)
+    with pytest.raises(UserError, match=f"^{re.escape(str(path))}: .*headway data prepare") as refused:
+        inspect_folder(path)
+    assert "cannot be read" not in str(refused.value)
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_a_megatron_pair_is_inspected_and_not_prepared_again(tmp_path: Path, suffix: str) -> None:
+    prefix = write_megatron(tmp_path)
+    named = Path(f"{prefix}{suffix}")
+    report = inspect_folder(named, show=2)
+    assert (report.totals.documents, report.totals.tokens, report.lengths[4]) == (5, 11, 5)
+    assert report.samples[0].plain == "⟦5 6 7 ⟧"
+    assert any("Megatron" in line for line in inspect_lines(report, 3))
+    assert inspect_record(report, 3)["overlong"] == 1
+    tokenizer = byte_level(CHATML)
+    assert inspect_folder(named, show=1, tokenizer=tokenizer).samples[0].plain.replace("⟦", "").replace("⟧", "") == (
+        tokenizer.decode([5, 6, 7])
+    )
+    with pytest.raises(UserError, match=f"read as it is; give {re.escape(str(prefix))} as data.sources"):
+        expand([named])
+    with pytest.raises(UserError, match=r"as data\.sources"):
+        expand([tmp_path])  # the folder of the pair, with nothing else in it
+
+
+def test_half_a_megatron_pair_is_named(tmp_path: Path) -> None:
+    prefix = write_megatron(tmp_path)
+    Path(f"{prefix}.idx").unlink()
+    for call in (inspect_folder, lambda path: expand([path])):
+        with pytest.raises(UserError, match=r"set_text_document.*\.idx"):
+            call(Path(f"{prefix}.bin"))
+
+
+def test_shards_are_not_prepared_once_more(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, byte_level(CHATML))
+    with pytest.raises(UserError, match=r"is prepared already; give it as data.sources"):
+        prepare(folder, tmp_path / "again", byte_level(CHATML), workers=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pickle
 import random
 import re
@@ -12,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from data.chat_material import (
     CHATML,
@@ -34,8 +37,10 @@ from headway.data.options import PrepareOptions
 from headway.data.prepare import prepare
 from headway.data.sources import expand
 from headway.data.store import ShardFolder
-from headway.data.tokenizer import load_templates, take_apart
+from headway.data.stream import Stream, StreamOptions
+from headway.data.tokenizer import TokenizerInfo, load_templates, take_apart
 from headway.data.units import cut_units, do_unit, unit_bytes
+from headway.data.view import View, ViewOptions, Weighted
 
 TOKENIZER = byte_level(CHATML)
 
@@ -402,6 +407,56 @@ def test_a_hub_name_is_refused_in_our_own_words(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^tokenizer .*: no tokenizer could be read"):
         prepare(chats(tmp_path / "c.jsonl"), tmp_path / "s", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("entries", "dtype"), [(256, np.uint8), (257, np.uint16), (1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)]
+)
+def test_ids_take_the_smallest_type_that_holds_the_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entries: int, dtype: type
+) -> None:
+    """Written and read back; shards of a wider type, as earlier versions wrote, are kept and read as they are."""
+    letters = Tokenizer(
+        models.WordLevel({chr(0x4E00 + i) if i > 2 else "abc"[i]: i for i in range(entries)}, unk_token="a")
+    )
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="c")
+    source = write_jsonl(tmp_path / "t.jsonl", [{"text": f"ab{chr(0x4E00 + entries - 1)}"}] * 3)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(TokenizerInfo, "dtype", np.uint32)
+        prepare(source, tmp_path / "wide", tokenizer, workers=1)
+    prepare(source, tmp_path / "s", tokenizer, workers=1)
+    narrow, wide = ShardFolder.open(tmp_path / "s"), ShardFolder.open(tmp_path / "wide")
+    assert narrow.tokens(0).dtype == dtype and wide.tokens(0).dtype == np.uint32
+    assert narrow.tokens(0).tolist() == wide.tokens(0).tolist() == [0, 1, entries - 1, 2]
+    narrow.verify()
+    assert prepare(source, tmp_path / "wide", tokenizer, workers=1).reused
+    batch = next(
+        iter(Stream(View([Weighted(narrow)], ViewOptions(8, "drop")), StreamOptions(seed=0, slots=8)).epoch(0))
+    )
+    assert batch.micro_batches(0, 1)[0].input_ids[0, :4].tolist() == [0, 1, entries - 1, 2]
+
+
+def test_roles_that_nobody_knows_are_counted_and_said(tmp_path: Path) -> None:
+    plain = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    odd = [{"role": "narrator", "content": "once"}, *plain]
+    source = write_jsonl(
+        tmp_path / "c.jsonl",
+        [{"messages": turns} for turns in [plain, odd, odd, [*plain, {"role": "tool", "content": "c"}]]],
+    )
+    report = prepare(source, tmp_path / "s", TOKENIZER, workers=1)
+    assert report.manifest.notes["unknown_role"] == 2
+    assert any(warning.startswith("2 samples: a role is none of system, user,") for warning in report.warnings)
+
+
+def test_a_pipe_in_a_folder_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    chats(tmp_path / "in" / "c.jsonl")
+    os.mkfifo(tmp_path / "in" / "pipe.jsonl")
+    (tmp_path / "in" / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    report = prepare(tmp_path / "in", tmp_path / "s", TOKENIZER, workers=1)
+    (warning,) = report.warnings
+    assert "2 files passed over" in warning and "pipe.jsonl" in warning and "gone.jsonl" in warning
 
 
 # -- tools and reasoning -----------------------------------------------------------------------------------------------

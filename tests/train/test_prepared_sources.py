@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from headway.config.dump import dump_yaml
 from headway.config.load import load_run
 from headway.data.options import PrepareOptions, Progress
 from headway.data.prepare import prepare
-from headway.train.data import prepare_sources
+from headway.train.data import evaluation_view, prepare_sources, training_view
 from headway.train.model import check_model_section
 from tiny import CHATML, make_chats, make_tokenizer, run_file
 from train.running import run
@@ -172,3 +173,28 @@ def test_a_tokenizer_that_is_not_there_is_named_before_anything_else(tmp_path: P
     (tmp_path / "chats.jsonl").unlink()
     with pytest.raises(UserError, match=r"^model.tokenizer nowhere: no such folder"):
         check_model_section(load_run(path, ["model.tokenizer=nowhere"]).config)
+
+
+@pytest.mark.parametrize("policy", ["truncate", "split", "drop"])
+@pytest.mark.parametrize("key", ["data.sources", "eval.data"])
+def test_what_happens_to_long_documents_says_whether_anybody_chose_it(tmp_path: Path, key: str, policy: str) -> None:
+    path = run_file(tmp_path)
+    more = [f"eval.data=[{make_chats(tmp_path / 'more.jsonl', seed=1)}]"] if key == "eval.data" else []
+
+    def report(*overrides: str) -> str:
+        loaded = load_run(path, [*more, *overrides]).config
+        prepare_sources(loaded, lambda text: None)
+        view = training_view(loaded)
+        view = evaluation_view(loaded, view) or view
+        return str(view.overlong)
+
+    assert report("data.seq_len=30").startswith("overlong (truncate (default of data.overlong) at 30): ")
+    assert report("data.seq_len=30", f"data.overlong={policy}").startswith(f"overlong ({policy} at 30): ")
+    assert report("data.seq_len=1000", "data.slots=1000").startswith("overlong (truncate at 1000): 0 of")
+
+
+def test_where_nothing_is_left_to_train_on_the_advice_names_the_folder(tmp_path: Path) -> None:
+    path = run_file(tmp_path)
+    made = shards(tmp_path, tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=f"`headway data inspect {re.escape(str(made))} --show 3`"):
+        training_view(load_run(path, [f"data.sources=[{made}]", "data.seq_len=3"]).config)

@@ -199,7 +199,7 @@ def rendered(sources: Any, info: TokenizerInfo, options: PrepareOptions) -> list
             for _ in converter.convert([chunk]):
                 pass
     if not collector.texts:
-        raise UserError("bench data: the sources hold no text")
+        raise UserError(f"bench data: the sources hold no text ({', '.join(paths[:3])})")
     return collector.texts
 
 

@@ -80,7 +80,7 @@ def comm(
 def data(
     sources: Annotated[list[Path], typer.Argument(help="Chats or text to prepare.")],
     tokenizer: Annotated[str, typer.Option(help="Tokenizer folder.")],
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds.")] = 5,
     json: Json = False,
 ) -> None:
     """Time `data prepare` against the tokenizer alone on the same text and cores; print the ratio.

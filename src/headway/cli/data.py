@@ -59,7 +59,7 @@ def prepare(
 
 @app.command()
 def inspect(
-    shards: Annotated[Path, typer.Argument(help="A folder of shards.")],
+    shards: Annotated[Path, typer.Argument(help="A folder of shards, or the prefix of a Megatron .bin and .idx.")],
     show: Annotated[int, typer.Option(min=0, help="Samples to print, trained tokens highlighted.")] = 0,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, where it has moved.")] = None,
     seq_len: Annotated[int | None, typer.Option(min=1, help="Also count what is overlong at this length.")] = None,

@@ -17,7 +17,7 @@ from headway.data.formats import Chat, Completion, parse_record
 from headway.data.labels import Disagreement, Labeller
 from headway.data.templates import ChatTemplate
 from headway.data.tokenizer import TokenizerInfo
-from headway.data.turns import BadRecord
+from headway.data.turns import STANDARD, BadRecord
 
 #: Text tokenised in one call: enough to be fast, little enough that the tokenizer's own records stay small.
 _BATCH_CHARACTERS = 1 << 19
@@ -25,12 +25,15 @@ _BATCH_DOCUMENTS = 1024
 
 BOUNDARY_CUT = "boundary_cut"
 NO_EOS = "no_eos_token"
+UNKNOWN_ROLE = "unknown_role"
 
 NOTES = {
     **fitting.NOTES,
     **labelling.NOTES,
     BOUNDARY_CUT: "a token would have spanned the edge of an answer; the text was tokenised in two parts there",
     NO_EOS: "the tokenizer has no end token, so texts and completions end without one",
+    UNKNOWN_ROLE: "a role is none of system, user, assistant, tool, developer; its turns are never trained, and the "
+    "template decides whether they are shown",
 }
 
 
@@ -133,6 +136,7 @@ class Converter:
                 f"{where}: is a chat, and the tokenizer {self.info.path} has no chat template; "
                 "set data.chat_template: PATH to a Jinja file"
             )
+        self.notes[UNKNOWN_ROLE] += any(message["role"] not in STANDARD for message in chat.messages)
         labeller = self._labeller("tool_use" if chat.tools and "tool_use" in self.templates else "default")
         messages, tools, notes = fitting.fit(labeller.template, chat.messages, chat.tools)
         self.notes.update(notes)

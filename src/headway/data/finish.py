@@ -75,7 +75,7 @@ def warnings_of(manifest: Manifest, foreign: list[Path], out: Path) -> list[str]
     lines = [f"{file.path}: is empty" for file in manifest.files if not _records(file.totals)]
     if foreign:
         names = ", ".join(str(path) for path in foreign[:3]) + (", …" if len(foreign) > 3 else "")
-        lines.append(f"{len(foreign)} files passed over because their suffix is not known: {names}")
+        lines.append(f"{len(foreign)} files passed over (suffix not known, or no regular file): {names}")
     totals = manifest.totals
     if totals.rejected:
         lines.append(f"{totals.rejected} of {_records(totals)} records are bad, listed in {out / manifests.REJECTED}")

@@ -13,8 +13,8 @@ from rich.text import Text as RichText
 from tokenizers import Tokenizer
 
 from headway.account.errors import UserError
-from headway.data.manifest import Manifest
-from headway.data.store import ShardFolder
+from headway.data.manifest import Manifest, Totals
+from headway.data.store import DocumentStore, ShardFolder, open_store
 from headway.data.tokenizer import TokenizerInfo, open_tokenizer, take_apart
 
 TOKENIZER = "tokenizer.json"
@@ -44,29 +44,37 @@ class SampleView:
 
 @dataclass(frozen=True)
 class InspectReport:
-    """A folder's manifest, the lengths of its documents at the quantiles 0, 50, 90, 99, 100 %, and some samples."""
+    """What prepared data holds: counts, the lengths of its documents at the quantiles 0, 50, 90, 99, 100 %, samples.
+
+    ``manifest``: None for a Megatron data set. ``all_lengths``: int64 [D] tokens per document.
+    """
 
     path: Path
-    manifest: Manifest
+    manifest: Manifest | None
+    totals: Totals
     lengths: tuple[int, int, int, int, int]
+    all_lengths: np.ndarray
     samples: list[SampleView]
 
 
 def inspect_folder(path: str | Path, show: int = 3, tokenizer: Any = None) -> InspectReport:
-    """Open a folder and decode ``show`` of its documents, evenly spread, beginning with the first.
+    """Open a folder (or a Megatron data set) and decode ``show`` of its documents, evenly spread, from the first.
 
     ``tokenizer``: a path or object; by default the one stored in the folder, or at the path that the manifest records.
+    A Megatron data set names none: without one, samples are shown as token ids.
 
     Raises:
         UserError: the folder cannot be opened, or another tokenizer is given than the one it was made with.
     """
-    store = ShardFolder.open(path)
+    store: Any = open_store(path)
     lengths = np.quantile(store.lengths, [0, 0.5, 0.9, 0.99, 1], method="lower") if len(store) else np.zeros(5)
     count = min(show, len(store))
-    decode = _decoder(store, tokenizer) if count else None
+    decode = (_decoder(store, tokenizer) if isinstance(store, ShardFolder) else _said(tokenizer)) if count else None
     samples = [_sample(store, decode, i * len(store) // count) for i in range(count)] if decode else []
     quantiles = tuple(int(length) for length in lengths)
-    return InspectReport(store.path, store.manifest, quantiles, samples)  # type: ignore[arg-type]
+    manifest = getattr(store, "manifest", None)
+    totals = manifest.totals if manifest else _totals(store)
+    return InspectReport(store.path, manifest, totals, quantiles, store.lengths, samples)  # type: ignore[arg-type]
 
 
 def render_sample(sample: SampleView) -> RichText:
@@ -107,14 +115,27 @@ def _decoder(store: ShardFolder, tokenizer: Any) -> Decoder:
     if tokenizer is None and stored.exists():
         backend = Tokenizer.from_file(str(stored))
         return lambda ids: backend.decode(ids, skip_special_tokens=False)
-    opened = open_tokenizer(record.path if tokenizer is None else tokenizer)
+    opened = open_tokenizer(record.path if tokenizer is None else tokenizer, key="--tokenizer")
     info = take_apart(opened)
     if info.sha256 != record.sha256:
         raise UserError(f"{store.path}: was made with the tokenizer {record.path}, which is not the one given")
     return decoder_of(info, opened)
 
 
-def _sample(store: ShardFolder, decode: Decoder, document: int) -> SampleView:
+def _said(tokenizer: Any) -> Decoder:
+    """How a store that names no tokenizer is shown: by the one given, else as numbers."""
+    if tokenizer is None:
+        return lambda ids: "".join(f"{number} " for number in ids)
+    opened = open_tokenizer(tokenizer, key="--tokenizer")
+    return decoder_of(take_apart(opened), opened)
+
+
+def _totals(store: DocumentStore) -> Totals:
+    trained = store.trained
+    return Totals(len(store.lengths), int(store.lengths.sum()), int(trained.sum()), int((trained == 0).sum()))
+
+
+def _sample(store: DocumentStore, decode: Decoder, document: int) -> SampleView:
     file, line = store.source(document)
     tokens, mask = store.tokens(document), store.mask(document)
     return SampleView(document, file, line, len(tokens), int(store.trained[document]), segments(decode, tokens, mask))

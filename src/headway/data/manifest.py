@@ -21,7 +21,7 @@ REJECTED = "rejected.jsonl"
 
 #: What a shard is made of: suffix -> what the array holds. All are one-dimensional, little-endian .npy files.
 PARTS = {
-    "tokens": "token ids of all documents, concatenated (uint16 or uint32) [T]",
+    "tokens": "token ids of all documents, concatenated (uint8, uint16 or uint32) [T]",
     "mask": "1 where the token must be learned, 0 where it is context (uint8) [T]",
     "offsets": "document d is tokens[offsets[d]:offsets[d + 1]] (int64) [D + 1]",
     "trained": "trained tokens per document, its first token never counted (int64) [D]",
@@ -128,7 +128,7 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         raw = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(_missing(folder)) from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
@@ -149,9 +149,21 @@ def read(folder: Path) -> Manifest:
         raise UserError(f"{path}: damaged ({error}); prepare the data again") from None
 
 
+def is_manifest(path: Path) -> bool:
+    """Whether a file is such a record, whatever its version."""
+    try:
+        head = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return False
+    return isinstance(head, dict) and head.get("kind") == KIND
+
+
 def _missing(folder: Path) -> str:
     if not folder.exists():
         return f"{folder}: no such folder; make it with `headway data prepare SOURCE --tokenizer PATH --out {folder}`"
     if not folder.is_dir():
-        return f"{folder}: is a file, not a folder of shards; make one with `headway data prepare`"
+        return (
+            f"{folder}: is a file, not a folder of shards; make one with "
+            f"`headway data prepare {folder} --tokenizer PATH --out FOLDER`"
+        )
     return f"{folder}: holds no {NAME}, so it is no folder of shards; make one with `headway data prepare`"

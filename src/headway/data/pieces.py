@@ -42,6 +42,7 @@ class OverlongReport:
     ``affected`` documents of ``samples`` were longer than ``seq_len``. ``tokens_lost`` of ``tokens_total`` tokens and
     ``trained_lost`` of ``trained_total`` labels are not trained on because of it; a split loses no token, but the
     labels of its pieces' first tokens. ``dropped`` documents are gone, ``pieces_added`` by splitting.
+    ``default``: nobody chose the policy.
     """
 
     policy: Overlong
@@ -54,10 +55,13 @@ class OverlongReport:
     trained_lost: int
     dropped: int
     pieces_added: int
+    default: bool = False
 
     def __str__(self) -> str:
+        # Whoever did not choose what is lost must be told that there was a choice, and where.
+        chosen = " (default of data.overlong)" if self.default and self.affected else ""
         return (
-            f"overlong ({self.policy} at {self.seq_len}): {self.affected} of {self.samples} documents, "
+            f"overlong ({self.policy}{chosen} at {self.seq_len}): {self.affected} of {self.samples} documents, "
             f"{self.tokens_lost} of {self.tokens_total} tokens lost, "
             f"{self.trained_lost} of {self.trained_total} trained tokens lost, "
             f"{self.dropped} documents dropped, {self.pieces_added} pieces added"

@@ -7,7 +7,6 @@ from typing import Any
 
 from headway.data.inspect import InspectReport
 from headway.data.options import PrepareReport
-from headway.data.store import ShardFolder
 
 
 def report_lines(report: PrepareReport, files_shown: int = 12) -> Iterator[str]:
@@ -54,7 +53,10 @@ def inspect_lines(report: InspectReport, seq_len: int | None) -> Iterator[str]:
     counts = f"{record['documents']} documents, {record['tokens']} tokens, {record['trained']} trained"
     yield f"{report.path}: {counts} ({share:.1%})"
     yield "length: min {} · median {} · p90 {} · p99 {} · max {} tokens".format(*report.lengths)
-    yield f"tokenizer: {report.manifest.tokenizer.path}   formats: {', '.join(record['formats'])}"
+    if report.manifest is None:
+        yield "a Megatron data set: every token is trained; it names no tokenizer, --tokenizer shows samples as text"
+    else:
+        yield f"tokenizer: {report.manifest.tokenizer.path}   formats: {', '.join(record['formats'])}"
     yield f"rejected: {record['rejected']}   without a trained token: {record['untrained']}"
     if seq_len is not None:
         yield (
@@ -67,17 +69,16 @@ def inspect_record(report: InspectReport, seq_len: int | None) -> dict[str, Any]
     """The same for machines, samples included (trained text between ⟦ and ⟧)."""
     record: dict[str, Any] = {
         "path": str(report.path),
-        **_counts(report.manifest.totals),
+        **_counts(report.totals),
         "lengths": dict(zip(("min", "median", "p90", "p99", "max"), report.lengths, strict=True)),
-        "formats": sorted({file.format for file in report.manifest.files}),
+        "formats": sorted({file.format for file in report.manifest.files}) if report.manifest else ["megatron"],
         "samples": [
             {"file": s.file, "line": s.line, "tokens": s.tokens, "trained": s.trained, "text": s.plain}
             for s in report.samples
         ],
     }
     if seq_len is not None:
-        lengths = ShardFolder.open(report.path).lengths
-        long = lengths[lengths > seq_len]
+        long = report.all_lengths[report.all_lengths > seq_len]
         record |= {
             "seq_len": seq_len,
             "overlong": len(long),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.account.errors import UserError
+from headway.data import manifest as manifests
 
 #: The suffix (under .gz or .zst, if any) -> how the file holds its records.
 CONTAINERS = {
@@ -42,11 +43,11 @@ class Source:
 def expand(sources: Iterable[str | Path]) -> tuple[list[Source], list[Path]]:
     """The files behind paths, folders and globs, in the order given, sorted within a folder or glob.
 
-    Returns the sources and the files of folders that were passed over because their suffix is not known.
+    Returns the sources and the files of folders that were passed over: their suffix is not known, or they are pipes.
 
     Raises:
-        UserError: a path does not exist, a glob matches nothing, a named file has an unknown suffix, a folder holds
-            nothing readable, or a file is reached twice.
+        UserError: a path is prepared data or does not exist, a glob matches nothing, a named file has an unknown
+            suffix, a folder holds nothing readable, or a file is reached twice.
     """
     found: list[Source] = []
     foreign: list[Path] = []
@@ -55,6 +56,7 @@ def expand(sources: Iterable[str | Path]) -> tuple[list[Source], list[Path]]:
         raise UserError("no data given; name a file, a folder or a glob")
     for name in given:
         path = Path(name).expanduser().absolute()
+        _refuse_prepared(name, path)
         if path.is_dir():
             inside, passed_over = _folder(path)
             found += inside
@@ -70,6 +72,21 @@ def expand(sources: Iterable[str | Path]) -> tuple[list[Source], list[Path]]:
             raise UserError(f"{name}: no such file or folder")
     _refuse_twice(found)
     return found, foreign
+
+
+def _refuse_prepared(name: str, path: Path) -> None:
+    """Tokens are not made into tokens once more; and the record of a folder of shards is no document."""
+    if manifests.is_manifest(path / manifests.NAME):
+        raise UserError(f"{name}: is prepared already; give it as data.sources in the run file")
+    prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+    pair = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+    if path.is_dir() or not any(part.is_file() for part in pair):
+        return
+    missing = next((part for part in pair if not part.is_file()), None)
+    if missing is not None and path in pair:
+        raise UserError(f"{name}: a Megatron data set is a .bin and an .idx, and {missing} is missing")
+    if missing is None:
+        raise UserError(f"{name}: a Megatron data set is read as it is; give {prefix} as data.sources in the run file")
 
 
 def _file(path: Path) -> Source:
@@ -97,15 +114,17 @@ def _folder(path: Path) -> tuple[list[Source], list[Path]]:
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return _datasets_folder(path), []
     found, foreign = [], []
-    for file in sorted(p for p in path.rglob("*") if p.is_file()):
+    for file in sorted(p for p in path.rglob("*") if not p.is_dir()):
         if any(part.startswith(".") for part in file.relative_to(path).parts) or file.name in _DATASETS_META:
             continue
         source = _known(file)
-        if source:
+        if source and file.is_file():  # a pipe is read once, and opening one that nobody writes waits for ever
             found.append(source)
         else:
             foreign.append(file)
     if not found:
+        for file in foreign:
+            _refuse_prepared(str(file), file)
         raise UserError(f"{path}: holds no file with one of the suffixes {', '.join(sorted(CONTAINERS))}")
     return found, foreign
 

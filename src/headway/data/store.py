@@ -156,7 +156,7 @@ def open_store(path: str | Path) -> DocumentStore:
     """
     path = Path(path)
     prefix = path.with_suffix("") if path.suffix in {".bin", ".idx"} else path
-    if not path.is_dir() and prefix.with_name(prefix.name + ".idx").exists():
+    if not path.is_dir() and any(prefix.with_name(prefix.name + suffix).exists() for suffix in (".idx", ".bin")):
         from headway.data.megatron import MegatronStore  # imported here: few runs need it
 
         return MegatronStore.open(prefix)

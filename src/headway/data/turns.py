@@ -32,7 +32,10 @@ ROLES = {
 
 _PLAIN = frozenset({"system", "user", "assistant"})
 
-_KNOWN = frozenset(ROLES) | _PLAIN | {"tool", "developer"}
+#: The roles that templates have a place for.
+STANDARD = _PLAIN | {"tool", "developer"}
+
+_KNOWN = frozenset(ROLES) | STANDARD
 
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 

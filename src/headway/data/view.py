@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import get_args
 
@@ -38,6 +38,7 @@ class ViewOptions:
     ``holdout``: this many documents are never trained on, they make up `View.held_out`. Which ones depends on
     ``holdout_seed`` and the stores alone: evaluations stay comparable when the sequence length or the policy changes.
     ``keep_untrained``: train on pieces without a single label too (they cost time and teach nothing).
+    ``default_overlong``: nobody chose ``overlong``, which the report then says.
     """
 
     seq_len: int
@@ -45,6 +46,7 @@ class ViewOptions:
     holdout: int = 0
     holdout_seed: int = 0
     keep_untrained: bool = False
+    default_overlong: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class View:
 
         whole = whole_documents(self.stores, self.base[:-1], self._raw_documents(held_out))
         present = whole[whole.length > 0]
-        pieces, self.overlong = cut(present, self.stores, options.seq_len, options.overlong)
+        pieces, counts = cut(present, self.stores, options.seq_len, options.overlong)
+        self.overlong = replace(counts, default=options.default_overlong)
         mute = pieces.trained == 0
         self.untrained = UntrainedReport(
             int(mute.sum()), int(pieces.length[mute].sum()), options.keep_untrained, len(whole) - len(present)
@@ -183,8 +186,12 @@ class View:
         return (
             f"nothing to train on: none of {report.samples} documents has a trained token within "
             f"data.seq_len={report.seq_len} tokens ({report.trained_lost} were lost to data.overlong={report.policy}); "
-            "look at some with `headway data inspect --show 3`"
+            f"look at some with `headway data inspect {self._folder()} --show 3`"
         )
+
+    def _folder(self) -> str:
+        """Where the first store lies, as far as it lies anywhere."""
+        return str(getattr(self.stores[0], "path", "FOLDER"))
 
 
 def _check(sources: Sequence[Weighted], options: ViewOptions) -> None:

@@ -98,6 +98,7 @@ def training_view(config: RunConfig) -> View:
             holdout=config.eval.holdout,
             holdout_seed=config.seed,
             keep_untrained=config.data.keep_untrained,
+            default_overlong=not config.data.chose("overlong"),
         ),
     )
 
@@ -111,7 +112,11 @@ def evaluation_view(config: RunConfig, training: View) -> View | None:
             raise UserError(f"eval.holdout: of the {config.eval.holdout} documents held out: {error}") from error
     if config.eval.data is None:
         return None
-    options = ViewOptions(seq_len=config.data.seq_len, overlong=config.data.overlong)
+    options = ViewOptions(
+        seq_len=config.data.seq_len,
+        overlong=config.data.overlong,
+        default_overlong=not config.data.chose("overlong"),
+    )
     return View(open_sources(config, config.eval.data), options)
 
 
