@@ -417,11 +417,11 @@ def test_ids_take_the_smallest_type_that_holds_the_vocabulary(
 ) -> None:
     """Written and read back; shards of a wider type, as earlier versions wrote, are kept and read as they are."""
     letters = Tokenizer(
-        models.WordLevel({chr(0x4E00 + i) if i > 2 else "abc"[i]: i for i in range(entries)}, unk_token="a")
+        models.WordLevel({chr(0x20000 + i) if i > 2 else "abc"[i]: i for i in range(entries)}, unk_token="a")
     )
     letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="c")
-    source = write_jsonl(tmp_path / "t.jsonl", [{"text": f"ab{chr(0x4E00 + entries - 1)}"}] * 3)
+    source = write_jsonl(tmp_path / "t.jsonl", [{"text": f"ab{chr(0x20000 + entries - 1)}"}] * 3)
     with monkeypatch.context() as earlier:
         earlier.setattr(TokenizerInfo, "dtype", np.uint32)
         prepare(source, tmp_path / "wide", tokenizer, workers=1)

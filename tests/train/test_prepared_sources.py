@@ -188,8 +188,8 @@ def test_what_happens_to_long_documents_says_whether_anybody_chose_it(tmp_path: 
         view = evaluation_view(loaded, view) or view
         return str(view.overlong)
 
-    assert report("data.seq_len=30").startswith("overlong (truncate (default of data.overlong) at 30): ")
-    assert report("data.seq_len=30", f"data.overlong={policy}").startswith(f"overlong ({policy} at 30): ")
+    assert report("data.seq_len=150").startswith("overlong (truncate (default of data.overlong) at 150): ")
+    assert report("data.seq_len=150", f"data.overlong={policy}").startswith(f"overlong ({policy} at 150): ")
     assert report("data.seq_len=1000", "data.slots=1000").startswith("overlong (truncate at 1000): 0 of")
 
 
