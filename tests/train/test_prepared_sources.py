@@ -122,7 +122,8 @@ def test_a_key_that_contradicts_how_shards_were_made_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"labels": "last"}, "data.labels is all (default)"), ({"chat_template": "t"}, "it stays")]
+    ("options", "said"),
+    [({"labels": "last"}, "data.labels is all (default)"), ({"chat_template": "t"}, "stays as it is")],
 )
 def test_a_default_that_does_not_hold_is_said_not_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     path = run_file(tmp_path)

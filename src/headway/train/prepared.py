@@ -130,7 +130,10 @@ def _template(config: RunConfig, one: Prepared, manifest: Manifest, info: Tokeni
             f"{one}: was prepared with {made}, and data.chat_template {given} is another one; "
             "leave data.chat_template out, or prepare the data again"
         )
-    yield f"{one}: was prepared with {made}, which is not that of model.tokenizer; it stays as prepared (default)"
+    yield (
+        f"{one}: was prepared with {made}, which is not that of model.tokenizer; the data stays as it is and the "
+        "exported tokenizer keeps its own, so serve with the other one, or set data.chat_template to it"
+    )
 
 
 def _rejected(config: RunConfig, one: Prepared, manifest: Manifest) -> Iterator[str]:
