@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from headway.account.errors import UserError
+from headway.cli.main import _join_commands, _run
 from headway.plan.cluster import devices, find_device
 from headway.plan.device_names import match_device
 from headway.plan.hybrid import hybrid_shape
@@ -221,3 +223,37 @@ def test_random_oddities_never_crash_and_always_say_something(tmp_path: Path) ->
     assert all(0 < item.predicted_s < 1e9 for item in found.scored)
     assert all(item.reason and "\n" not in item.reason for item in unscored)
     assert len(found.scored) > 200
+
+
+@pytest.mark.parametrize("sign", [",", ";", "\t"])
+def test_separators_of_spreadsheets(tmp_path: Path, sign: str) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(
+        sign.join(("model", "gpu", "gpus", "notes")) + "\n" + sign.join(("Llama3-8B", "H100", "8", "x")) + "\n"
+    )
+    assert read_cases(path)[0][0].cluster.gpus == 8
+
+
+def test_every_row_is_judged_or_left_out_once_with_its_reason_and_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {**GOOD, "row_id": "ok"}, {**GOOD, "row_id": "dev", "gpu": "Z900"}, {**GOOD, "row_id": "speed", "step_time_s": ""},
+        {**GOOD, "row_id": "flag", "flag": "weak"}, {**GOOD, "row_id": "oom", "notes": "OOM here", "step_time_s": ""},
+    ]  # fmt: skip
+    read(tmp_path / "rows.csv", *rows)
+    found = validate(tmp_path / "rows.csv")
+    left = [row for ids in found.left_out().values() for row in ids]
+    assert sorted(left + [one.case.row_id for one in found.judged()]) == sorted(row["row_id"] for row in rows)
+    _join_commands()
+    assert _run(["plan", "validate", str(tmp_path / "rows.csv")], debug=False) == 0
+    said = capsys.readouterr().out
+    assert "rows: 5 read, 1 judged, 1 skipped because they cannot be predicted, 3 predicted but not judged" in said
+    assert "device 'Z900' is unknown" in said and "(dev)" in said and "flagged: weak (flag)" in said
+
+
+def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
+    for text, says in (("", "empty"), ("model,gpu,gpus\n", "a header and no rows")):
+        (tmp_path / "rows.csv").write_text(text)
+        with pytest.raises(UserError, match=says):
+            validate(tmp_path / "rows.csv")

@@ -69,6 +69,16 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(_run(arguments, debug))
 
 
+def _show_usage(error: Any) -> None:
+    """One line, as for every other mistake; a group called without a command shows its help."""
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()
+        return
+    said = " ".join(error.format_message().split()).rstrip(".")
+    path = error.ctx.command_path if error.ctx else "headway"
+    print(f"headway: {said}; `{path} --help` lists what there is", file=sys.stderr)
+
+
 def _run(arguments: list[str], debug: bool) -> int:
     try:
         result = app(args=arguments, prog_name="headway", standalone_mode=False)
@@ -79,7 +89,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         print(f"headway: {error}", file=sys.stderr)
         return BAD_INPUT
     except _USAGE_ERROR as error:
-        error.show()
+        _show_usage(error)
         return BAD_INPUT
     except (KeyboardInterrupt, typer.Abort):
         print("headway: interrupted", file=sys.stderr)

@@ -11,7 +11,7 @@ import yaml
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.plan_options import Json, cluster_of
+from headway.cli.plan_options import Json, cluster_of, writing
 
 
 def calibrate(
@@ -59,7 +59,8 @@ def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
         raise UserError(f"{source[0]}: no row has a plan and a speed ({unscored} could not be read)")
     content = {"version": 1, "groups": found.to_dict()}
     if out is not None:
-        out.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2))
+        with writing("--out", out):
+            out.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2))
     if json:
         print_json(content)
         return
@@ -86,7 +87,8 @@ def _from_bench(source: list[Path], cluster: str, out: Path | None, json: bool) 
     content: dict[str, Any] = {"device": machines.device.name, "gpus": machines.gpus, **keys}
     text = yaml.safe_dump(content, sort_keys=False)
     if out is not None:
-        out.write_text(text, encoding="utf-8")
+        with writing("--out", out):
+            out.write_text(text, encoding="utf-8")
     print_json(content) if json else print(text, end="" if out is None else f"written: {out}\n")
 
 

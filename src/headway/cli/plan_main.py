@@ -21,6 +21,7 @@ from headway.cli.plan_options import (
     factor_of,
     make_workload,
     parse_fix,
+    writing,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +127,9 @@ def _write_page(path: Path, question: Question, found: Answer | None, reason: st
         cluster, factor = next(pair for pair in question.clusters if pair[0] == found.plans[0].cluster)
         free = {key: value for key, value in (question.fixed or {}).items() if key != "dp"}
         curve = sweep(question.work, cluster, around(cluster), fixed=free, factor=factor)
-    write_plan_page(path, found, curve, f"{question.work.name} on {cluster.gpus:,} × {cluster.device.name}", reason)
+    title = f"{question.work.name} on {cluster.gpus:,} × {cluster.device.name}"
+    with writing("--html", path):
+        write_plan_page(path, found, curve, title, reason)
 
 
 def register(app: typer.Typer) -> None:

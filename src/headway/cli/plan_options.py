@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -27,6 +29,16 @@ Fix = Annotated[str, typer.Option(help="Parts of the plan that are given, e.g. t
 Calibrate = Annotated[Path | None, typer.Option(help="Rows or factors of your own stack (docs/plan.md).")]
 StackName = Annotated[str, typer.Option("--stack", help="Whose factor of --calibrate to use, e.g. nemo.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Turns a file that cannot be written into a UserError naming the option."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise UserError(f"{option} {path}: cannot be written ({error.strerror or error})") from error
 
 
 def make_workload(

@@ -21,6 +21,7 @@ from headway.cli.plan_options import (
     cluster_of,
     make_workload,
     parse_fix,
+    writing,
 )  # fmt: skip
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ def shrink(
     content: dict[str, Any] = found.to_dict()
     lines = _shrunk_lines(found)
     if write_config is not None:
-        write_config.parent.mkdir(parents=True, exist_ok=True)
-        write_config.write_bytes(orjson.dumps(dict(found.config), option=orjson.OPT_INDENT_2))
+        with writing("--write-config", write_config):
+            write_config.write_bytes(orjson.dumps(dict(found.config), option=orjson.OPT_INDENT_2))
         lines.append(f"written: {write_config}")
     if measured is not None:
         seen = read_measured(measured)

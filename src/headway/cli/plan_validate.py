@@ -13,6 +13,8 @@ from headway.account.errors import UserError
 from headway.cli.output import print_json
 from headway.cli.plan_options import Json
 
+_NAMED = 4  # rows named for each reason; --json has them all
+
 
 def validate(
     rows: Annotated[Path, typer.Argument(help="CSV of runs; docs/plan.md lists the columns.")],
@@ -44,7 +46,9 @@ def validate(
                 "headline": [asdict(row) for row in found.headline()],
                 "table": [asdict(row) for row in found.table(by)],
                 "memory": found.memory_summary(),
+                "rows_read": len(found.scored) + len(found.unscored),
                 "not_judged": dict(found.reasons()),
+                "left_out": found.left_out(),
                 "calibration": factors.to_dict(),
                 "rows": [one.to_dict() for one in found.scored],
                 "unscored": [asdict(one) for one in found.unscored],
@@ -61,8 +65,15 @@ def validate(
         f"out of memory: {held['oom_called']} of {held['oom_rows']} called; "
         f"false alarms {held['false_oom']} of {held['ran_rows']} that ran"
     )
-    for reason, count in found.reasons().most_common():
-        print(f"not judged: {count:4d}  {reason}")
+    left = found.left_out()
+    print(
+        f"rows: {len(found.scored) + len(found.unscored)} read, {len(found.judged())} judged, "
+        f"{len(found.unscored)} skipped because they cannot be predicted, "
+        f"{sum(map(len, left.values())) - len(found.unscored)} predicted but not judged"
+    )
+    for reason, ids in left.items():
+        more = ", …" if len(ids) > _NAMED else ""
+        print(f"not judged: {len(ids):4d}  {reason} ({', '.join(ids[:_NAMED])}{more})")
     ordered = sorted(found.judged(), key=lambda one: -abs(one.error or 0))
     for one in ordered[:worst]:
         print(f"{one.case.row_id} {one.case.work.name} {one.case.layout.describe()}: {one.error:+.0%}")

@@ -53,7 +53,11 @@ def cluster_keys(entries: Sequence[Mapping[str, Any]], constants: Constants, whe
                 reach = _positive(item, "bandwidth", where) / 1e9 / constants.hbm
                 found["bandwidth_gbs"] = max(found.get("bandwidth_gbs", 0.0), reach)
     for key, share, inside in (("link_gbs", constants.intra, True), ("inter_node_gbs", constants.inter, False)):
-        mine = [item for item in entries if "op" in item and (item.get("nodes", 1) == 1) == inside]
+        mine = [
+            item
+            for item in entries
+            if "op" in item and (_positive({"nodes": 1, **item}, "nodes", where) <= 1) == inside
+        ]
         speed = _bus(mine, where)
         if speed:
             found[key] = speed / 1e9 / share

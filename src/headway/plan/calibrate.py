@@ -124,6 +124,12 @@ def calibrate(cases: Sequence[Case], constants: Constants) -> Calibration:
     return Calibration(factors, rows)
 
 
+def _factor(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-3 < value < 1e3:
+        raise ValueError(f"factor {value!r} is no positive number")
+    return float(value)
+
+
 def load_calibration(path: Path, constants: Constants) -> Calibration:
     """From a rows CSV, or from what `headway plan calibrate --out` wrote. Raises UserError where neither fits."""
     if path.suffix != ".json":
@@ -132,9 +138,9 @@ def load_calibration(path: Path, constants: Constants) -> Calibration:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         groups = {(item["stack"], item["device"], item["precision"]): item for item in content["groups"]}
-        factors = {group: float(item["factor"]) for group, item in groups.items()}
+        factors = {group: _factor(item["factor"]) for group, item in groups.items()}
     except FileNotFoundError:
         raise UserError(f"--calibrate {path}: no such file") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"--calibrate {path}: not what `headway plan calibrate --out` writes ({error})") from None
     return Calibration(factors, {group: tuple(item.get("rows", ())) for group, item in groups.items()})

@@ -121,7 +121,7 @@ def find_device(name: str) -> Device:
     full = aliases.get(key) or match_device(name, {one: device.memory / 2**30 for one, device in by_name.items()})
     if full is None:
         near = difflib.get_close_matches(key, list(aliases), n=4, cutoff=0.4)
-        known = sorted({aliases[one] for one in near}) or sorted(by_name)
+        known = sorted({aliases[one] for one in near}) or ["A100", "H100", "H200", "B200", "GB200", "MI300X"]
         raise UserError(f"cluster device {name!r} is unknown; nearest: {', '.join(known)}")
     return by_name[full]
 
@@ -181,7 +181,10 @@ def cluster_from(content: Mapping[str, Any], where: str = "cluster") -> Cluster:
         link=_positive(content, "link_gbs", where, device.link / 1e9) * 1e9,
     )
     per_node = _whole(content, "gpus_per_node", where, 0) or None
-    cluster = make_cluster(device, _whole(content, "gpus", where), per_node)
+    gpus = _whole(content, "gpus", where)
+    if gpus > _MOST_GPUS:
+        raise UserError(f"{where}: key 'gpus' is {gpus:,}; at most {_MOST_GPUS:,}")
+    cluster = make_cluster(device, gpus, per_node)
     return replace(
         cluster,
         domain=_whole(content, "domain", where, cluster.domain),

@@ -126,6 +126,8 @@ def problems(layout: Layout, shape: ModelShape, cluster: Cluster, seq: int, glob
         found.append(f"ep={layout.ep} does not divide {has}; nearest: {_divisors(experts or 1, layout.ep)}")
     if layout.ep > 1 and (layout.replicas * layout.tp) % layout.ep:
         found.append(f"ep={layout.ep} does not divide dp·cp·tp = {layout.replicas * layout.tp}")
+    if layout.etp > 1 and experts and (layout.replicas * layout.tp) % (layout.ep * layout.etp):
+        found.append(f"ep·etp = {layout.ep * layout.etp} does not divide dp·cp·tp = {layout.replicas * layout.tp}")
     if layout.cp > 1 and seq % (2 * layout.cp):
         found.append(f"cp={layout.cp}: seq {seq} must be a multiple of {2 * layout.cp}")
     if global_batch % (layout.dp * layout.micro_batch):

@@ -92,14 +92,21 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         raise UserError(f"{path}: no such file")
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, restkey="_more")
+            first = file.readline()
+            file.seek(0)
+            # Spreadsheets also write semicolons and tabs; the header says which.
+            reader = csv.DictReader(file, restkey="_more", delimiter=max(",;\t", key=first.count))
             names = {_column(name) for name in reader.fieldnames or ()}
             rows = [{_column(key): value for key, value in row.items() if isinstance(value, str)} for row in reader]
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a CSV in UTF-8 ({error})") from error
+    if not names:
+        raise UserError(f"{path}: empty; give a CSV with one row per run (docs/plan.md lists the columns)")
     missing = {"model", "gpu", "gpus"} - names
     if missing:
         raise UserError(f"{path}: column {sorted(missing)[0]!r} is missing; docs/plan.md lists the columns")
+    if not rows:
+        raise UserError(f"{path}: a header and no rows")
     return rows
 
 

@@ -93,26 +93,27 @@ def _check_given(work: Workload, cluster: Cluster, given: Mapping[str, Any]) -> 
     for key, whole, what in (("tp", heads, "heads"), ("ep", experts, "experts")):
         value = given.get(key, 1)
         if value > 1 and (not whole or whole % value):
-            near = sorted(_divisors(whole or 1), key=lambda one: abs(one - value))[:3]
-            raise UserError(f"{key}={value} does not divide {whole} {what}; nearest: {_listed(near)}")
+            raise UserError(f"{key}={value} does not divide {whole} {what}; nearest: {_nearest(whole or 1, value)}")
+    if given.get("etp", 1) > 1:
+        width = max((layer.mlp.width for layer in work.shape.layers if layer.mlp and layer.mlp.experts), default=0)
+        if not width or width % given["etp"]:
+            what = f"an expert's width of {width}" if width else "a model without experts"
+            raise UserError(f"etp={given['etp']} does not divide {what}; nearest: {_nearest(width or 1, given['etp'])}")
     if given.get("pp", 1) > len(work.shape.layers):
         raise UserError(f"pp={given['pp']} is more than the model's {len(work.shape.layers)} layers")
     micro = given.get("micro_batch", 1)
     if work.global_batch % micro:
-        near = sorted(_divisors(work.global_batch), key=lambda one: abs(one - micro))[:3]
-        raise UserError(
-            f"micro_batch={micro} does not divide global_batch {work.global_batch}; nearest: {_listed(near)}"
-        )
+        near = _nearest(work.global_batch, micro)
+        raise UserError(f"micro_batch={micro} does not divide global_batch {work.global_batch}; nearest: {near}")
     product = math.prod(given.get(key, 1) for key in ("dp", "tp", "pp", "cp"))
     if cluster.gpus % product or ("dp" in given and product > cluster.gpus):
-        near = sorted(_divisors(cluster.gpus), key=lambda one: abs(one - product))[:3]
-        raise UserError(
-            f"the given degrees take {product} GPUs, not a divisor of {cluster.gpus}; nearest: {_listed(near)}"
-        )
+        near = _nearest(cluster.gpus, product)
+        raise UserError(f"the given degrees take {product} GPUs, not a divisor of {cluster.gpus}; nearest: {near}")
 
 
-def _listed(values: list[int]) -> str:
-    return ", ".join(map(str, sorted(values)))
+def _nearest(whole: int, value: int) -> str:
+    """The three divisors of `whole` that are nearest to `value`."""
+    return ", ".join(map(str, sorted(sorted(_divisors(whole), key=lambda one: abs(one - value))[:3])))
 
 
 def _distinct(fitting: list[tuple[float, float, Layout]]) -> list[tuple[float, float, Layout]]:
@@ -195,7 +196,9 @@ def _divisors(number: int) -> list[int]:
 
 def _why_nothing(removed: Mapping[str, int], smallest: tuple[float, Layout, Memory] | None) -> str:
     if smallest is None:
-        reason = max(removed, key=lambda key: removed[key]) if removed else "no degrees divide the cluster's GPUs"
+        # A TP that leaves the fast domain is never why nothing runs: smaller ones do not.
+        why = {key: count for key, count in removed.items() if not key.startswith("TP ")}
+        reason = max(why, key=lambda key: why[key]) if why else "no degrees divide the cluster's GPUs"
         return f"no plan runs: {reason}"
     needed, layout, held = smallest
     more = -(-needed // 2**30) - held.capacity // 2**30

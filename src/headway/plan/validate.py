@@ -108,15 +108,29 @@ class Validation:
             "false_oom": sum(not one.memory.fits for one in ran),
         }
 
+    def left_out(self) -> dict[str, list[str]]:
+        """Why rows could not be scored, or are left out of the tables, and which; commonest reason first. Every row is
+        either judged or here, once."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for one in self.unscored:
+            found[one.reason].append(one.row_id)
+        for row in self.scored:
+            why = _why_not_judged(row)
+            if why:
+                found[why].append(row.case.row_id)
+        return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
     def reasons(self) -> Counter[str]:
-        """Why rows could not be scored, or are left out of the tables, and how many."""
-        found = Counter(one.reason for one in self.unscored)
-        found.update("no usable speed is published" for one in self.scored if one.error is None and not one.case.oom)
-        found.update(f"flagged: {one.case.flag}" for one in self.scored if one.case.flag and one.error is not None)
-        calibrating = sum(one.calibrates for one in self.scored)
-        if calibrating:
-            found["used to calibrate"] = calibrating
-        return found
+        """How many rows are left out for each reason."""
+        return Counter({reason: len(rows) for reason, rows in self.left_out().items()})
+
+
+def _why_not_judged(row: Scored) -> str:
+    if row.error is None:
+        return "ran out of memory, as its notes say" if row.case.oom else "no usable speed is published"
+    if row.case.flag:
+        return f"flagged: {row.case.flag}"
+    return "used to calibrate" if row.calibrates else ""
 
 
 KEYS: dict[str, Callable[[Case], str]] = {

@@ -18,6 +18,8 @@ from headway.plan.hybrid_delta import delta_shape
 Precision = Literal["bf16", "fp16", "fp8", "fp4"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4")
 
+_USUAL = ["llama3-8b", "llama3-70b", "qwen3-8b", "mixtral-8x7b", "deepseek-v3"]  # named where nothing is near
+
 _MOST = 10**9  # sequences a step, and tokens a sequence: beyond it a typing error
 
 
@@ -90,6 +92,8 @@ def load_config(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if isinstance(spec, Mapping):
         return str(spec.get("model_type", "model")), spec
     path = Path(spec)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise UserError(f"--model {spec}: a folder without config.json")
     try:
         path = path / "config.json" if path.is_dir() else path
         content = path.read_bytes() if path.is_file() else None
@@ -102,11 +106,13 @@ def load_config(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
             raise UserError(f"--model {path}: not JSON ({error})") from error
         if not isinstance(config, dict):
             raise UserError(f"--model {path}: give an object with the keys of a Hugging Face config.json")
+        if not config.get("model_type"):
+            raise UserError(f'--model {path}: key \'model_type\' is missing; e.g. "model_type": "llama"')
         name = path.parent.name if path.name == "config.json" else path.stem
         return name or "model", config
     presets = model_presets()
     found = presets.get(spec.casefold())
     if found is None:
-        near = difflib.get_close_matches(spec.casefold(), list(presets), n=4, cutoff=0.3) or sorted(presets)
+        near = difflib.get_close_matches(spec.casefold(), list(presets), n=4, cutoff=0.3) or _USUAL
         raise UserError(f"--model {spec!r} is neither a file nor a preset; nearest presets: {', '.join(near)}")
     return spec.casefold(), found
