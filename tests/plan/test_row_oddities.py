@@ -195,7 +195,8 @@ def test_names_with_makers_releases_and_endings() -> None:
     for name, parameters in (
         ("meta-llama/Meta-Llama-3-70B", 70.55e9), ("Llama-3.1-70B-Instruct", 70.55e9), ("Llama 3.3 70B", 70.55e9), ("DeepSeek V3", 671e9),
         ("DeepSeek-V2-Lite", 15.7e9), ("Qwen3_30B_A3B", 30.5e9), ("NVIDIA Nemotron-3-Nano-30B-A3B", 31.6e9), ("GLM-4.5-Air", 107e9),
-        ("Llama4-Scout-17B-16E", 108e9), ("Mixtral-8x7B-v0.1", 46.7e9), ("gpt_oss_120b", 117e9), ("Kimi K2", 1.03e12),
+        ("Llama4-Scout-17B-16E", 108e9), ("Mixtral-8x7B-v0.1", 46.7e9), ("gpt_oss_120b", 117e9), ("Kimi K2", 1.03e12), ("Qwen3-VL-30B-A3B-Instruct", 30.5e9),
+        ("Qwen3-Next-80B-A3B", 79.7e9),
     ):  # fmt: skip
         shape, _ = row_model({"model": name.split("/")[-1], "family": "moe", **NO_MODEL})
         assert shape.parameters == pytest.approx(parameters, rel=0.02), name
@@ -223,6 +224,12 @@ def test_random_oddities_never_crash_and_always_say_something(tmp_path: Path) ->
     assert all(0 < item.predicted_s < 1e9 for item in found.scored)
     assert all(item.reason and "\n" not in item.reason for item in unscored)
     assert len(found.scored) > 200
+
+
+def test_every_device_says_where_its_facts_are_from_or_that_it_does_not_know() -> None:
+    for name, device in devices().items():
+        assert len(device.source) > 15, name
+        assert device.price is None or len(device.price_source) > 15, name
 
 
 @pytest.mark.parametrize("sign", [",", ";", "\t"])

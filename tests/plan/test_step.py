@@ -219,3 +219,16 @@ def test_fp8_is_faster_only_where_the_device_has_it() -> None:
         predict(work(precision="fp8"), Layout(dp=64), old).step_s >= predict(work(), Layout(dp=64), old).step_s * 0.95
     )
     assert not Rates.of(old.device, "fp8", default_constants()).quantised
+
+
+def test_the_pipeline_fills_through_stages_without_the_head() -> None:
+    """A head that makes the last stage the slowest sets the pace of micro-batches, but not that of filling and draining."""
+    _, shape = load_model("llama3-8b")
+    cluster = load_cluster("H100x32")
+    layout = Layout(dp=1, tp=1, pp=32, micro_batch=1)
+    few, many = (predict(Workload(shape, 4096, m, "bf16"), layout, cluster) for m in (64, 128))
+    assert few.facts["layers_on_slowest_stage"] == 1  # and the head, which is larger than the layer
+    a_micro_batch = (many.step_s - few.step_s) / 64
+    stage = few.terms["bubble"] / (layout.pp - 1)
+    assert stage < 0.8 * a_micro_batch
+    assert many.terms["bubble"] == pytest.approx(few.terms["bubble"])

@@ -62,7 +62,7 @@ def _layers_of(total: float) -> int:
 def _preset(name: str) -> str | None:
     """Llama3-70B, Meta-Llama-3.1-70B-Instruct, Grok1-314B-proxy and Nemotron_3_Nano are called as the presets are,
     apart from case, signs, a maker before it and what follows."""
-    key = _letters(name)
+    key = _letters(name).replace("qwen3vl", "qwen3")  # the language model of a vision model has its namesake's sizes
     names = sorted(model_presets(), key=len, reverse=True)
     for wanted in (
         key,

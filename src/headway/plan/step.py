@@ -49,7 +49,8 @@ def step_terms(
     again = _recompute(layout, layer)
     passes = 3 + (layout.recompute_share if layout.recompute == "full" else 0.0)
     launch = _launch(x, layer, again, passes)
-    layers, share = _slowest_stage(x, layer.forward + layer.backward + again + sum(comm.values()) + launch, sum(head))
+    per_layer = layer.forward + layer.backward + again + sum(comm.values()) + launch
+    layers, share, others = _slowest_stage(x, per_layer, sum(head))
     terms = {
         "forward": m * (layers * layer.forward + share * head[0]),
         "backward": m * (layers * layer.backward + share * head[1]),
@@ -64,7 +65,10 @@ def step_terms(
     mine = sum(terms.values()) - terms["optimizer"]
     around = terms["tp"] + terms["cp"] + terms["ep"] + terms["launch"]
     forward = (terms["forward"] + terms["loss"] / 2 + around / 3) / m
-    waits = bubble(layout, m, forward, mine / m - forward)
+    # The pipeline fills and drains through the other stages, which have no head; the slowest one sets the pace between.
+    between = sum(comm.values()) + launch
+    fill = others * (layer.forward + between / 3)
+    waits = bubble(layout, m, fill, others * (layer.backward + again + 2 * between / 3))
     terms["bubble"] = waits.seconds
     terms["pp"] = _sends(x)
     terms["dp"], hidden = _data_parallel(x, layers, forward, mine / m - forward)
@@ -108,22 +112,23 @@ def _recompute(layout: Layout, layer: LayerTime) -> float:
     return layer.core + layer.elementwise if layout.recompute == "selective" else 0.0
 
 
-def _slowest_stage(x: _Context, per_layer: float, head: float) -> tuple[float, float]:
-    """(layers, 1 if it holds the head) of the stage the pipeline waits for; both times are a micro-batch's seconds.
+def _slowest_stage(x: _Context, per_layer: float, head: float) -> tuple[float, float, float]:
+    """(layers, 1 if it holds the head) of the stage the pipeline waits for, and layers of a stage before the last; both
+    times are a micro-batch's seconds.
 
     Where embedding and head counted as one layer each make the stages even, they are placed so; else the last stage has
     what remains.
     """
     count, stages = x.model.layers + x.work.mtp, x.layout.pp
     if stages == 1:
-        return float(count), 1.0
+        return float(count), 1.0, float(count)
     middle = float(math.ceil(count / stages))
     last = count - (stages - 1) * middle
     if last < 1:
         middle = last = count / stages
     if last * per_layer + head > middle * per_layer:
-        return float(last), 1.0
-    return float(middle), 0.0
+        return float(last), 1.0, float(middle)
+    return float(middle), 0.0, float(middle)
 
 
 def _per_micro_batch(x: _Context, layer: LayerTime) -> dict[str, float]:
