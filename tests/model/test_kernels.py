@@ -14,7 +14,7 @@ from headway.model.forward import forward_logits, forward_loss
 from headway.model.head import install_loss_head, loss_head, remove_loss_head, why_no_loss_head
 from headway.model.kernels import attention, glu, layer_norm, norm, residual_norm, rotary
 from headway.model.kernels.cache import cache_path, cached_choice
-from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.case import Candidate, Case, Choice, Result
 from headway.model.kernels.choose import Setting, install_kernels, measure_kernels
 from headway.model.kernels.linear_loss import chunked_linear_loss
 from headway.model.kernels.measure import choose
@@ -180,6 +180,24 @@ def test_attention_is_checked_and_a_leak_is_found(head_dim):
     assert found.chosen == "documents" and found.results[1].wrong
     whole = choose(case, 9)
     assert whole.chosen == "documents" and {r.name for r in whole.results if r.reason} >= {"varlen", "flash3", "flash4"}
+
+
+@pytest.mark.parametrize(
+    ("varlen", "flex", "chosen"),
+    [
+        (Result("varlen", reason="not measured: no time"), Result("flex"), "varlen"),
+        (
+            Result("varlen", 1e-3, 1e-3, reason="2.00 times"),
+            Result("flex", reason="not measured: no time"),
+            "documents",
+        ),
+        (Result("varlen", 1.0, 1.0, wrong=True, reason="is wrong"), Result("flex", reason="not measured: no"), "flex"),
+        (Result("varlen", reason="its kernels are for CUDA"), Result("flex", reason="no backward"), "documents"),
+    ],
+)
+def test_an_attention_path_without_a_measurement_is_left_to_the_rule(varlen, flex, chosen):
+    found = Choice("attention", "", "bfloat16", "documents", (Result("documents", 0.0, 0.0), varlen, flex))
+    assert attention.settled(found).chosen == chosen
 
 
 def test_kinds_of_attention_are_found_and_the_choice_is_kept_on_the_modules():

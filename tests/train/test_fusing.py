@@ -12,7 +12,7 @@ from headway.model.kernels.case import Candidate, Case
 from headway.model.kernels.measure import choose
 from headway.record.folder import RunFolder
 from headway.train.optim import build_optimizers, gradient_norms, scale_gradients
-from headway.train.update_case import update_cases
+from headway.train.update_case import settled, update_cases
 from tiny import run_file
 from train.running import history, run
 
@@ -91,6 +91,11 @@ def test_the_update_is_measured_and_a_wrong_optimizer_is_found(dtype, monkeypatc
         "optimizer", "", [optimizer.candidates[0], Candidate("wrong", without_decay)], optimizer.inputs, 1, 1
     )
     assert choose(planted, 9).results[1].wrong
+
+
+def test_without_time_the_update_stays_as_it_is():
+    choices = [settled(choose(case, 0.0)) for case in update_cases(torch.nn.Linear(9, 9), OptimConfig(lr=1e-3))]
+    assert [choice.chosen for choice in choices] == ["fused", "foreach"]
 
 
 def test_any_implementation_makes_the_same_updates():

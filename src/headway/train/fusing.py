@@ -25,9 +25,9 @@ from headway.model.kernels.choose import (
     wrong_ones,
 )
 from headway.parallel.device import Device
-from headway.train.update_case import update_cases
+from headway.train.update_case import settled, update_cases
 
-UPDATE_SHARE = 10
+UPDATE_SHARE = 5
 """Each of the update's operations may take this part of the time for choosing."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float8": torch.bfloat16}
@@ -90,7 +90,7 @@ def measure(config: RunConfig, model: nn.Module, setting: Setting, budget: float
     started = time.monotonic()
     dtype = next(model.parameters()).dtype
     update = [
-        known_or_measured(case, setting.device_name, dtype, budget / UPDATE_SHARE, fresh)
+        settled(known_or_measured(case, setting.device_name, dtype, budget / UPDATE_SHARE, fresh))
         for case in update_cases(model, config.optim)
     ]
     warnings = [text for choice in update for text in wrong_ones(choice)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from headway.config.optim import OptimConfig
-from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.case import Candidate, Case, Choice
 from headway.train.optim import IMPLEMENTATIONS, norms_of, scale_all
 
-MOST_ELEMENTS = 1 << 24
+MOST_ELEMENTS = 1 << 22
 """Elements of the model's own tensors that are measured on: past the caches, and a moment's work."""
 STEPS = 3
+DEFAULTS = {"optimizer": "fused", "clipping": "foreach"}
 
 
 def update_cases(module: nn.Module, config: OptimConfig) -> list[Case]:
@@ -81,11 +83,17 @@ def _clipping_case(shapes: list[torch.Size], dtype: torch.dtype, device: torch.d
 def _inputs(
     shapes: list[torch.Size], sets: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[int], tuple[Any, ...]]:
-    def inputs(_rows: int) -> tuple[Tensor, ...]:
-        generator = torch.Generator().manual_seed(43)
-        return tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes * sets)
+    generator = torch.Generator().manual_seed(43)
+    # Drawn once: that takes longer than an update, and no candidate writes to them.
+    made = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes * sets)
+    return lambda rows: made
 
-    return inputs
+
+def settled(choice: Choice) -> Choice:
+    """What was not measured for want of time does not change what is used: the default stays."""
+    default = next(result for result in choice.results if result.name == DEFAULTS[choice.operation])
+    unknown = default.error is None and not default.wrong and default.name != choice.chosen
+    return replace(choice, chosen=default.name) if unknown and not default.reason.startswith("it ") else choice
 
 
 def _told(shapes: list[torch.Size]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from headway.model.attention import CHOSEN, NAME, PATHS, Path, attend, path_cannot
 from headway.model.forward import attention_of
-from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.case import Candidate, Case, Choice
 from headway.model.kernels.lookup import looks_up
 
 CHECK_SLOTS = 512
@@ -108,6 +108,17 @@ def documents(count: int, lengths: tuple[int, ...] = ()) -> list[int]:
         if length > 0:
             sizes.append(length)
     return sizes
+
+
+def settled(choice: Choice) -> Choice:
+    """What was not measured for want of time does not change what is used: on CUDA the rule's own path stays."""
+    results = {result.name: result for result in choice.results}
+    for name in ("varlen", "flex") if choice.chosen == "documents" else ():
+        if results[name].reason.startswith("not measured"):
+            return replace(choice, chosen=name)
+        if results[name].error is not None and not results[name].wrong:
+            break  # it was measured, and is slower
+    return choice
 
 
 def use_attention(modules: list[nn.Module], name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headway.model.head import install_loss_head, output_head, remove_loss_head, why_no_loss_head
-from headway.model.kernels.attention import Kind, attention_case, attentions_of, use_attention
+from headway.model.kernels.attention import Kind, attention_case, attentions_of, settled, use_attention
 from headway.model.kernels.cache import cache_key, cached_choice, keep_choice
 from headway.model.kernels.case import Case, Choice
 from headway.model.kernels.glu import gate_case, gated_mlps_of, use_gate
@@ -88,6 +88,7 @@ class _Operation:
     case: Callable[[Names], Case]
     use: Callable[[str], None]
     undo: Callable[[], None]
+    settle: Callable[[Choice], Choice] = lambda choice: choice
 
 
 def measure_kernels(model: nn.Module, setting: Setting, *, budget: float = BUDGET, fresh: bool = False) -> Chosen:
@@ -99,7 +100,7 @@ def measure_kernels(model: nn.Module, setting: Setting, *, budget: float = BUDGE
         # The head comes last and is by far the dearest to measure: the others' share is left to it.
         left = (budget - (time.monotonic() - started)) / (2 if index + 1 < len(operations) else 1)
         case = operation.case({each.operation: each.chosen for each in choices})
-        choice = known_or_measured(case, setting.device_name, setting.compute_dtype, left, fresh)
+        choice = operation.settle(known_or_measured(case, setting.device_name, setting.compute_dtype, left, fresh))
         warnings += wrong_ones(choice)
         choices.append(choice)
     return Chosen(tuple(choices), tuple(warnings), time.monotonic() - started)
@@ -189,7 +190,9 @@ def _attention(kind: Kind, modules: list[nn.Module], setting: Setting) -> _Opera
     def case(names: Names) -> Case:
         return attention_case(kind, setting.slots, setting.lengths, setting.compute_dtype, setting.device)
 
-    return _Operation(kind.name(), case, lambda name: use_attention(modules, name), lambda: use_attention(modules, ""))
+    return _Operation(
+        kind.name(), case, lambda name: use_attention(modules, name), lambda: use_attention(modules, ""), settled
+    )
 
 
 def _between_products(model: nn.Module, setting: Setting) -> list[_Operation]:
