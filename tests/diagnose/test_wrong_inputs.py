@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 
 import pytest
 
+from diagnose.causes import ranks
 from diagnose.kineto_maker import Kineto, clean
 from diagnose.test_findings import diagnosed, found
 from diagnose.test_run_folders import made
@@ -16,6 +18,7 @@ from headway.diagnose.efficiency import read_model, with_efficiency
 from headway.diagnose.job import Options, read_job
 from headway.diagnose.open import open_diagnosis
 from headway.diagnose.said import Said
+from headway.watch.diagnosis_text import facts
 
 
 def host_first(devices: list[dict[str, object]]) -> bytes:
@@ -94,3 +97,27 @@ def test_one_long_wait_is_a_pause_and_no_fragmentation(tmp_path: Path) -> None:
     finding = found(diagnosis, "fragmentation")
     assert finding is None
     assert not any("one wait owns" in note for note in diagnosed(tmp_path / "b", pausing(10.0)).notes)
+
+
+def test_what_counts_as_communication_is_printed(tmp_path: Path) -> None:
+    job = [clean(2).write(tmp_path / "a.json.gz")]
+    told = dict(facts(open_diagnosis(job, Options(comm_kernels=("flash_bwd",)), Said())))
+    assert "flash_bwd" in told["comm. names"] and "--comm-kernel" in told["comm. names"]
+    assert "comm. names" not in dict(facts(open_diagnosis(job, Options(), Said())))
+
+
+def test_ranks_whose_clocks_begin_91_days_apart_are_compared(tmp_path: Path) -> None:
+    """Each file's times are its own; its base makes them one clock."""
+    paths = ranks(tmp_path, lambda rank, step: 900.0 if rank == 2 else 0.0)
+    plain = read_job(paths).comparison
+    for rank, path in enumerate(paths):
+        text = json.loads(gzip.decompress(path.read_bytes()))
+        base = rank * 91 * 86_400 * 10**9
+        text["baseTimeNanoseconds"] = 10**18 - base
+        for event in text["traceEvents"]:
+            event["ts"] += base / 1000
+        path.write_bytes(gzip.compress(json.dumps(text).encode()))
+    moved = read_job(paths).comparison
+    assert plain is not None and moved is not None and not moved.refused
+    assert moved.last_arrivals == plain.last_arrivals and moved.last_arrivals[2] > 0
+    assert moved.wait_ns[0] == pytest.approx(plain.wait_ns[0], rel=0.01)

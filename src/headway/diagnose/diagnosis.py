@@ -161,6 +161,7 @@ class Diagnosis:
             "largest": [dataclasses.asdict(item) for item in self.largest],
             "efficiency": _efficiency_dict(self.rank),
             "memory": _memory_dict(self.memory),
+            "communication_names": list(self.job.comm_names) if self.job else [],
             "notes": list(self.notes),
             "partial": self.partial,
         }  # fmt: skip

@@ -18,6 +18,7 @@ from headway.diagnose.diagnosis import Diagnosis
 from headway.diagnose.facts import DeviceFacts, Efficiency, RankComparison
 from headway.diagnose.finding import Finding, top_remedies
 from headway.diagnose.snapshot import MemoryFacts
+from headway.diagnose.view import short
 from headway.watch import format as fmt
 from headway.watch.bars import Bar
 from headway.watch.palette import STEP_PAINT
@@ -26,6 +27,7 @@ from headway.watch.trace_palette import paint_of
 
 _WIDTH = 100
 _ROWS = 8
+_NAMES = 6  # communication kernels that are named
 
 
 def render_diagnosis(item: Diagnosis) -> RenderableType:
@@ -73,6 +75,7 @@ def facts(item: Diagnosis) -> Iterator[tuple[str, str]]:
     yield "window", f"{item.window}, {fmt.seconds(item.wall_ns / 1e9)}"
     if item.rank is not None and not item.run:
         yield from _trace_facts(item.rank.device())
+        yield from _counted_as_communication(item)
         yield from _damage(item)
     if item.run is not None:
         rate = item.run.tokens_per_second()
@@ -84,6 +87,17 @@ def facts(item: Diagnosis) -> Iterator[tuple[str, str]]:
         )
     for note in item.notes:
         yield "note", note
+
+
+def _counted_as_communication(item: Diagnosis) -> Iterator[tuple[str, str]]:
+    """By name or metadata: who sees one missing adds it with --comm-kernel."""
+    names = item.job.comm_names if item.job else ()
+    if names:
+        more = f" and {len(names) - _NAMES:,} more" if len(names) > _NAMES else ""
+        yield (
+            "comm. names",
+            ", ".join(short(name, 48) for name in names[:_NAMES]) + more + " (--comm-kernel adds names)",
+        )
 
 
 def _trace_facts(device: DeviceFacts) -> Iterator[tuple[str, str]]:
