@@ -20,7 +20,7 @@ from headway.train.data import prepare_sources
 from headway.tune.precision import LayerError, measure_layers, precision_lines, proposed
 from headway.tune.profile import Profile, profile
 from headway.tune.registry import DATA, ranked
-from headway.tune.rounds import Round, changed, table, tune
+from headway.tune.rounds import Round, beside, changed, table, tune
 from headway.tune.write import tuned_text
 
 
@@ -79,6 +79,24 @@ def test_the_naive_preset_is_mended_by_itself(run_file: Path) -> None:
     assert config.data.packed and config.model.recompute == "auto"
     by_hand = changed(load_run(run_file, ["preset=fast"]).config, {"data.slots": config.data.slots})
     assert pretended(config).speed >= 0.9 * pretended(by_hand).speed
+
+
+def test_what_was_found_is_held_against_a_preset_in_turn(run_file: Path) -> None:
+    found = tune(naive(run_file), pretended, same, lambda done: None)
+    seen: list[RunConfig] = []
+
+    def measure(config: RunConfig) -> Profile:
+        seen.append(config)
+        return pretended(config)
+
+    shares = beside(found, load_run(run_file, ["preset=fast"]).config, measure)
+    assert len(shares) == 2 and min(shares) >= 0.9
+    assert [config is found.config for config in seen] == [True, False] * 2
+    assert {(config.data.slots, config.sequences_per_step(1)) for config in seen} == {
+        (found.config.data.slots, found.config.sequences_per_step(1))
+    }
+    slow = beside(found, found.config, lambda config: pretended(naive(run_file) if config is found.config else config))
+    assert max(slow) < 0.9, "a configuration that is slower shows"
 
 
 def test_data_remedies_come_before_compute_remedies(run_file: Path) -> None:

@@ -12,6 +12,7 @@ from headway.data import manifest as manifests
 from headway.data.encode import Encoded
 from headway.data.manifest import Manifest, TemplateRecord, TokenizerRecord, Totals
 from headway.data.shards import ShardBuilder, write_bytes
+from headway.data.store import ShardFolder
 from headway.data.view import View
 
 
@@ -19,13 +20,14 @@ from headway.data.view import View
 class Chosen:
     """ids int32 [T] and mask uint8 [T] of all documents, offsets int64 [D + 1]; documents are cut to the view's length.
 
-    population: documents they were chosen from; padding: share of slots that are padding there with 8 documents a row.
+    tokenizer: what made the ids, where it is known. population: documents they were chosen from; padding: share of slots that are padding there with 8 documents a row.
     """
 
     ids: np.ndarray
     mask: np.ndarray
     offsets: np.ndarray
     population: int
+    tokenizer: TokenizerRecord | None = None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -49,6 +51,7 @@ class Chosen:
             np.concatenate([self.mask[s] for s in spans]),
             np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             self.population,
+            self.tokenizer,
         )
 
     def write_arrays(self, path: Path) -> None:
@@ -68,7 +71,7 @@ class Chosen:
             fingerprint=manifests.fingerprint([shard], vocab_size),
             totals=totals,
             notes={},
-            tokenizer=TokenizerRecord("", "", vocab_size, None),
+            tokenizer=self.tokenizer or TokenizerRecord("", "", vocab_size, None),
             template=TemplateRecord("none", "", "none"),
             options={},
             files=[manifests.SourceFile("bench speed", 0, "", "tokens", totals)],
@@ -102,7 +105,9 @@ def choose(view: View, count: int, seed: int) -> Chosen:
         ids.append(np.asarray(store.tokens(int(pieces.doc[piece]), begin, stop), dtype=np.int32))
         masks.append(mask)
     offsets = np.concatenate([[0], np.cumsum([len(each) for each in ids])]).astype(np.int64)
-    return Chosen(np.concatenate(ids), np.concatenate(masks), offsets, len(pieces))
+    first = view.stores[0]
+    record = first.manifest.tokenizer if isinstance(first, ShardFolder) else None
+    return Chosen(np.concatenate(ids), np.concatenate(masks), offsets, len(pieces), record)
 
 
 def short_ones(chosen: Chosen, count: int, longest: int) -> np.ndarray:

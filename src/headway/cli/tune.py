@@ -20,6 +20,9 @@ def tune(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. preset=naive.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of a profile.", min=1)] = 10,
     verify_steps: Annotated[int, typer.Option(help="Steps that a change must agree over.", min=1)] = 3,
+    against: Annotated[
+        str | None, typer.Option(help="Then profile what was found beside this preset, in turn.", metavar="PRESET")
+    ] = None,
     precision: Annotated[
         bool, typer.Option("--precision", help="Measure each layer's error instead; propose train.sensitive.")
     ] = False,
@@ -38,18 +41,29 @@ def tune(
     with tempfile.TemporaryDirectory(prefix="headway-tune-") as scratch:
         if precision:
             return _precision(config, Path(scratch), json)
-        return _tune(run_file, overrides or [], config, Path(scratch), steps, verify_steps, json)
+        return _tune(run_file, overrides or [], config, Path(scratch), steps, verify_steps, against, json)
 
 
 def _tune(
-    run_file: Path, overrides: list[str], config: RunConfig, scratch: Path, steps: int, verify_steps: int, json: bool
+    run_file: Path,
+    overrides: list[str],
+    config: RunConfig,
+    scratch: Path,
+    steps: int,
+    verify_steps: int,
+    against: str | None,
+    json: bool,
 ) -> int:
+    from headway.config.load import load_run
     from headway.prove.verify import verify
     from headway.tune.profile import Profile, profile
-    from headway.tune.rounds import Round, table
+    from headway.tune.rounds import Round, beside, table
     from headway.tune.rounds import tune as run_tune
     from headway.tune.write import tuned_path
 
+    other = None
+    if against is not None:  # before the minutes of work: the name may be wrong
+        other = load_run(run_file, [*(o for o in overrides if not o.startswith("preset=")), f"preset={against}"]).config
     number = iter(range(10**6))
 
     def measure(candidate: RunConfig) -> Profile:
@@ -70,10 +84,13 @@ def _tune(
     found = run_tune(config, measure, check, tell)
     written = tuned_path(run_file)
     written.write_text(_text(run_file, overrides, found), encoding="utf-8")
+    shares = [] if other is None else beside(found, other, measure)
     if json:
-        print_json(_record(found, written))
+        print_json({**_record(found, written), "over_preset": {against: shares} if against else {}})
     else:
         print("\n".join(table(found)))
+        if shares:
+            print(f"of preset {against} in packs of the same size, in turn: {', '.join(f'{x:.1%}' for x in shares)}")
         print(f"written: {written}")
     return 0
 

@@ -109,6 +109,16 @@ def changed(config: RunConfig, change: dict[str, Any]) -> RunConfig:
     return RunConfig.model_validate(nested)
 
 
+def beside(found: Tuned, other: RunConfig, measure: Measure, turns: int = 2) -> list[float]:
+    """Speed of what was found over another configuration's, turn by turn, in packs of the same size and number."""
+    sizes = {
+        "data.slots": found.config.data.slots,
+        "train.global_batch_sequences": found.config.sequences_per_step(1),
+    }
+    other = changed(other, sizes if other.data.packed == found.config.data.packed else {})
+    return [measure(found.config).speed / measure(other).speed for _ in range(turns)]
+
+
 def _key(remedy: Remedy) -> str:
     return f"{remedy.name} {sorted(remedy.change.items())!r}"
 
