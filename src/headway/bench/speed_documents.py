@@ -20,7 +20,7 @@ from headway.data.view import View
 class Chosen:
     """ids int32 [T] and mask uint8 [T] of all documents, offsets int64 [D + 1]; documents are cut to the view's length.
 
-    tokenizer: what made the ids, where it is known. population: documents they were chosen from; padding: share of slots that are padding there with 8 documents a row.
+    population: documents they were chosen from; tokenizer: what made the ids, where it is known.
     """
 
     ids: np.ndarray
