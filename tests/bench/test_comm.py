@@ -80,6 +80,7 @@ def test_a_collective_that_the_backend_lacks_is_named_and_the_rest_measured(monk
         (1, SMALL, "at least 2 ranks"),
         (2, CommOptions(ops=("all_redoce",)), "nearest: all_reduce"),
         (2, CommOptions(seconds=0.0), "--seconds"),
+        (2, CommOptions(device="tpu"), "--device 'tpu' is unknown"),
         (2, CommOptions(sizes=(0,)), "--sizes 0"),
     ],
 )

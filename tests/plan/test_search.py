@@ -11,11 +11,12 @@ import pytest
 
 from headway.account.errors import UserError
 from headway.cli.main import main
+from headway.plan.answer import Question, answer
 from headway.plan.cluster import cluster_from, find_device, load_cluster
 from headway.plan.explain import loses
 from headway.plan.layout import Layout, problems
 from headway.plan.predict import predict
-from headway.plan.search import HEADROOM, search
+from headway.plan.search import HEADROOM, NothingFits, search
 from headway.plan.workload import Workload, load_model
 
 
@@ -76,9 +77,34 @@ def test_given_degrees_that_cannot_be_name_the_key(fixed: dict, says: str) -> No
         search(job(), load_cluster("H100x16"), fixed)
 
 
-def test_impossible_memory_is_told_with_the_smallest_change() -> None:
-    with pytest.raises(UserError, match=r"no plan fits: the smallest .* GiB short; smallest change"):
+def test_impossible_memory_is_told() -> None:
+    with pytest.raises(NothingFits, match=r"no plan fits: the smallest .* GiB short"):
         search(job("llama3.1-405b"), load_cluster("H100x8"))
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "fixed", "says"),
+    [
+        ("llama3-8b", "H100x8", {"tp": 1, "pp": 1, "cp": 1, "zero": 3, "micro_batch": 8, "recompute": "none"}, "micro_batch=2 instead of 8"),
+        ("llama3-70b", "H100x64", {"tp": 1, "pp": 1, "cp": 1, "zero": 1}, "zero=3 instead of 1"),
+        ("llama3-8b", "H100x1", {}, "offload=host"),
+        ("llama3-70b", "H100x8", {"offload": "none", "optimizer_bits": 32}, "16 GPUs"),
+    ],
+)  # fmt: skip
+def test_the_smallest_change_makes_a_plan_fit(model: str, cluster: str, fixed: dict, says: str) -> None:
+    """What is named is tried: with it a plan is found, and the named step time is that plan's."""
+    work, machines = job(model, 64), load_cluster(cluster)
+    with pytest.raises(UserError, match="smallest change: ") as refused:
+        answer(Question(work, [(machines, 1.0)], fixed=fixed))
+    said = str(refused.value).split("smallest change: ")[1]
+    assert said.startswith(says), said
+    key = says.split("=")[0]
+    if says.endswith("GPUs"):
+        plan = search(work, machines.with_gpus(16), {}, top=1).plans[0]
+    else:
+        rest = {name: value for name, value in fixed.items() if name != key}
+        plan = search(work, machines, rest | ({key: "host"} if key == "offload" else {}), top=1).plans[0]
+    assert f"{plan.step_s:.3g} s a step" in said
 
 
 def test_hybrid_sharding_is_searched_and_wins_where_the_network_is_slow() -> None:

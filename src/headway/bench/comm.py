@@ -104,6 +104,10 @@ def bench_comm(ranks: int | None, options: CommOptions) -> CommReport | None:
         if ranks is not None:
             raise UserError("--ranks: a launcher has started the ranks already (WORLD_SIZE is set); leave it out")
         return _of_launcher(options)
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {options.device!r} is unknown; nearest: auto, cpu, cuda")
+    if options.device == "cuda":
+        choose_device("cuda")  # says so where there is none, before a rank starts
     gpus = torch.cuda.device_count() if options.device != "cpu" and torch.cuda.is_available() else 0
     count = ranks if ranks is not None else gpus or 2
     if count < 2:

@@ -16,7 +16,8 @@ from headway.plan.decision import Option, cheapest_by, fastest_within, frontier,
 from headway.plan.explain import bottlenecks, communication
 from headway.plan.money import Gain, RunCost, days, worth
 from headway.plan.predict import Prediction
-from headway.plan.search import Objective, search
+from headway.plan.search import NothingFits, Objective, search
+from headway.plan.smallest_change import smallest_change
 from headway.plan.whole_run import DEFAULT_TERMS, RunTerms, run_of
 from headway.plan.workload import Workload
 
@@ -142,6 +143,10 @@ def answer(question: Question) -> Answer:
             found = search(
                 question.work, cluster, question.fixed, objective=question.objective, top=question.top, factor=factor
             )
+        except NothingFits as error:
+            change = smallest_change(question.work, cluster, question.fixed or {})
+            failures.append(UserError(f"{error}; smallest change: {change}"))
+            continue
         except UserError as error:
             failures.append(error)
             continue

@@ -28,6 +28,10 @@ HEADROOM = 0.96
 OBJECTIVES: tuple[Objective, ...] = ("time", "cost", "memory")
 
 
+class NothingFits(UserError):
+    """Plans run and none fits into memory (`smallest_change` has what would help)."""
+
+
 @dataclass(frozen=True)
 class Found:
     """The best plans, best first; how many were priced; and why others were not, each reason with a count.
@@ -55,7 +59,7 @@ def search(
     """The `top` plans that run and fit, by step time (which on one cluster is also cost) or by memory.
 
     `fixed`: fields of Layout that are given. `unbound`: also price what does not fit. Raises UserError when nothing
-    runs, with the commonest reason, or when nothing fits, with the smallest change that would.
+    runs, with the commonest reason, or NothingFits.
     """
     given = dict(fixed or {})
     _check_given(work, cluster, given)
@@ -79,7 +83,7 @@ def search(
         if held.needed <= HEADROOM * held.capacity:
             fitting.append((seconds, held.needed, layout))
     if not fitting:
-        raise UserError(_why_nothing(removed, smallest))
+        raise _why_nothing(removed, smallest)
     order = 1 if objective == "memory" else 0
     fitting.sort(key=lambda item: (item[order], item[1 - order]))
     plans = tuple(predict(work, layout, cluster, c, factor) for _, _, layout in _distinct(fitting)[:top])
@@ -194,16 +198,15 @@ def _divisors(number: int) -> list[int]:
     return sorted({*low, *(number // value for value in low)})
 
 
-def _why_nothing(removed: Mapping[str, int], smallest: tuple[float, Layout, Memory] | None) -> str:
+def _why_nothing(removed: Mapping[str, int], smallest: tuple[float, Layout, Memory] | None) -> UserError:
     if smallest is None:
         # A TP that leaves the fast domain is never why nothing runs: smaller ones do not.
         why = {key: count for key, count in removed.items() if not key.startswith("TP ")}
         reason = max(why, key=lambda key: why[key]) if why else "no degrees divide the cluster's GPUs"
-        return f"no plan runs: {reason}"
+        return UserError(f"no plan runs: {reason}")
     needed, layout, held = smallest
     more = -(-needed // 2**30) - held.capacity // 2**30
-    change = "more GPUs, or offload=host" if layout.offload == "none" else "more GPUs"
-    return (
+    return NothingFits(
         f"no plan fits: the smallest ({layout.describe()}) needs {needed / 2**30:.1f} GiB a GPU and "
-        f"{held.capacity / 2**30:.1f} are there, {more:.0f} GiB short; smallest change: {change}"
+        f"{held.capacity / 2**30:.1f} are there, {more:.0f} GiB short"
     )
