@@ -13,11 +13,11 @@ import torch
 from guard_helpers import full, on_ranks, same, snapshot, tiny_model, tiny_optimizer, train
 
 from headway.account.errors import Refused
-from headway.guard import staging, writing
+from headway.guard import layout, staging, writing
 from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
 from headway.guard.object_store import ObjectStore
 from headway.guard.peers import PEERS
-from headway.guard.remote import fetch_newest
+from headway.guard.remote import fetch_newest, read_remote_manifest
 from headway.guard.save_job import Keep
 from headway.guard.tiers import RemotePlace, Tiers
 from headway.guard.training_state import buffer_keys, capture, restore
@@ -287,4 +287,55 @@ def test_after_a_node_is_lost_the_other_has_its_part_too(tmp_path: Path, monkeyp
     kept.write_bytes(content)
     with pytest.raises(Refused, match=r"in the memory of node-0: .*SHA-256"):
         tiers.newest()
+    tiers.close(over=True)
+
+
+def test_what_a_rollback_took_back_is_taken_by_no_start(tmp_path: Path) -> None:
+    """The bad update is seen two steps later, when it has been saved everywhere: a crash now must not bring it back."""
+    model = tiny_model(0)
+    optimizer = tiny_optimizer(model)
+    place = RemotePlace(f"file://{tmp_path}/bucket/run", keep=9, budget_s=0)
+    tiers = make(tmp_path, keep_memory=1, remote=place)
+    for step in (1, 2, 3):
+        train(model, optimizer, 1, step)
+        assert begin(tiers, model, optimizer, step, remote=True, keep=Keep(last=9)) and tiers.settle(60)
+        assert all(event.ok for event in tiers.poll())
+    (tiers.disk.root / "step-00000003.g0009").mkdir()  # somebody else's
+    newest = tiers.newest()
+    assert newest is not None and newest.ref.step == 3  # what a start would take
+    good = tiers.newest(before_step=2)
+    assert good is not None and good.ref.step == 1
+    assert tiers.abandon(2, good.ref) == []
+    assert [ref.name for ref in layout.published(tiers.disk.root)] == ["step-00000001.g0001", "step-00000003.g0009"]
+    (tiers.disk.root / "step-00000003.g0009").rmdir()
+    store = ObjectStore(place.url, 0)
+    assert [name for name in store.names() if read_remote_manifest(store, name)] == ["step-00000001.g0001"]
+    tiers.close(over=False)
+    for name in ("checkpoints", "bucket"):
+        again = Tiers(CheckpointStore(tmp_path / "checkpoints", "run-a"), tmp_path, remote=place)
+        found = again.newest()
+        assert found is not None and found.ref.step == 1, name
+        again.close(over=True)
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+
+
+def test_a_step_that_is_made_again_is_saved_again(tmp_path: Path) -> None:
+    model = tiny_model(0)
+    optimizer = tiny_optimizer(model)
+    tiers = make(tmp_path)
+    for step in (1, 2):
+        assert begin(tiers, model, optimizer, step) and tiers.settle(60)
+        tiers.poll()
+    good = tiers.newest(before_step=2)
+    assert good is not None
+    tiers.abandon(2, good.ref)
+    train(model, optimizer, 1)
+    seen = snapshot(model, optimizer)
+    tiers.save_now(2, capture(model, [optimizer]), {"step": 2}, {"n": 2})
+    found = tiers.newest()
+    assert found is not None and found.ref.step == 2
+    other = tiny_model(3)
+    other_optimizer = tiny_optimizer(other)
+    restore(found.store, found.ref, other, [other_optimizer])
+    assert same(seen, snapshot(other, other_optimizer)) == []
     tiers.close(over=True)

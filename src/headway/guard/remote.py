@@ -131,6 +131,20 @@ def fetch_newest(
     return None, rejected
 
 
+def abandon(store: ObjectStore, run_id: str, steps_from: int, above: int) -> None:
+    """Deletes a run's checkpoints of `steps_from` and later steps of generations over `above`. Raises CheckpointFailed.
+
+    `latest.json` may go on naming one of them: without its manifest it is none.
+    """
+    for name in reversed(store.names()):
+        if generation(name) <= above:
+            return
+        with contextlib.suppress(Damaged):
+            manifest = read_remote_manifest(store, name)
+            if manifest is not None and manifest.run_id == run_id and manifest.step >= steps_from:
+                store.remove(name, list(manifest.files))
+
+
 def _fetch(store: ObjectStore, name: str, manifest: Manifest, root: Path) -> CheckpointRef:
     root.mkdir(parents=True, exist_ok=True)
     final = root / name

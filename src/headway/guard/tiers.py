@@ -36,11 +36,12 @@ from headway.guard.finding import ALL_TIERS, Finder, Found, RemotePlace
 from headway.guard.host_file import HostFile
 from headway.guard.image import Bound, Image, NoImage, layout_of, marks_of, plan_image
 from headway.guard.keeper import Keeper
-from headway.guard.layout import CheckpointFailed
+from headway.guard.layout import CheckpointFailed, CheckpointRef
 from headway.guard.manifest import Manifest
 from headway.guard.memory import NODE, Owner, memory_root
+from headway.guard.object_store import ObjectStore
 from headway.guard.parts import WHOLE, Memory, assemble
-from headway.guard.peers import Peer
+from headway.guard.peers import PEERS, Peer
 from headway.guard.publishing import now
 from headway.guard.save_job import Folder, Job, Keep, Outcome, Remote
 from headway.guard.saver import Saver
@@ -277,6 +278,41 @@ class Tiers:
                 problems, whole = [f"the nodes' memories: {problem}"], None
             memory = CheckpointStore(whole, self.run_id) if whole is not None else memory
         return Finder(self.disk, memory, self.remote).newest(before_step, tiers, problems)
+
+    def abandon(self, steps_from: int, to: CheckpointRef) -> list[str]:
+        """After training has gone back to `to`: deletes the checkpoints of `steps_from` and later steps that are newer,
+        in every tier, so that no start takes one. Collective. Returns those that could not be deleted, and why."""
+
+        def here() -> list[str]:
+            left: list[str] = []
+            if self._node.main and self.memory is not None:
+                shutil.rmtree(self.memory.root / WHOLE, ignore_errors=True)
+                roots = [self.memory.root, *(self.memory.root / PEERS).glob("*")]
+                left += [one for root in roots for one in self._abandon_in(root, steps_from, to)]
+                for slot in self._slots:
+                    slot.valid = slot.valid and slot.folder() is not None
+            if self._control.is_main:
+                left += self._abandon_in(self.disk.root, steps_from, to)
+                left += self._abandon_in_store(steps_from, to)
+            return left
+
+        self.published = {tier: step for tier, step in self.published.items() if step < steps_from}
+        shares = self._control.on_all(here, CheckpointFailed, (OSError,))
+        return [one for share in shares for one in share]
+
+    def _abandon_in(self, root: Path, steps_from: int, to: CheckpointRef) -> list[str]:
+        return upkeep.abandon(root, self.run_id, steps_from, to.generation).left
+
+    def _abandon_in_store(self, steps_from: int, to: CheckpointRef) -> list[str]:
+        if self.remote is None:
+            return []
+        from headway.guard.remote import abandon
+
+        try:
+            abandon(ObjectStore(self.remote.url, self.remote.budget_s), self.run_id, steps_from, to.generation)
+        except CheckpointFailed as problem:
+            return [f"the store {self.remote.url}: {problem}"]
+        return []
 
     def close(self, *, over: bool) -> None:
         """Ends the saving; `over`: the run needs no memory checkpoint any more (it is done, or all is on the disk).

@@ -77,6 +77,23 @@ def prune(
     return done
 
 
+def abandon(root: Path, run_id: str, steps_from: int, above: int) -> Upkeep:
+    """Deletes this run's checkpoints of `steps_from` and later steps that are newer than generation `above`.
+
+    They hold what a rollback has just taken back: a start would take the newest of them, and go on from the bad state.
+    """
+    done = Upkeep()
+    for ref in layout.published(root):
+        if ref.step >= steps_from and ref.generation > above:
+            try:
+                own = read_manifest(ref).run_id == run_id
+            except Damaged:
+                own = False  # no start takes it
+            if own:
+                _delete(ref, run_id, done)
+    return done
+
+
 def _delete(ref: CheckpointRef, run_id: str, done: Upkeep) -> None:
     """Renames first: a deletion that is interrupted must not leave half a checkpoint under a checkpoint's name."""
     try:

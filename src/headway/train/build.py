@@ -398,7 +398,7 @@ def _spikes(
 
     def back(before_step: int) -> Went | None:
         with clock.phase("downtime.reload"):
-            return go_back(tiers, learner, before_step, trainable_only=lora)
+            return go_back(tiers, learner, before_step, trainable_only=lora, say=say)
 
     spikes = Spikes(
         config.guard,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +31,13 @@ class Went:
             set_rng_state(self.rank_state["rng"])
 
 
-def go_back(tiers: Tiers, learner: Learner, before_step: int, *, trainable_only: bool) -> Went | None:
-    """Collective. None, and nothing is changed, where no checkpoint of an earlier step holds."""
+def go_back(
+    tiers: Tiers, learner: Learner, before_step: int, *, trainable_only: bool, say: Callable[[str], None]
+) -> Went | None:
+    """Collective. None, and nothing is changed, where no checkpoint of an earlier step holds.
+
+    Those of `before_step` and later steps are deleted: were the process to end now, a start would take the newest.
+    """
     tiers.settle()  # a save may be under way, of the very step
     try:
         found = tiers.newest(before_step=before_step)
@@ -42,6 +48,8 @@ def go_back(tiers: Tiers, learner: Learner, before_step: int, *, trainable_only:
     loaded = restore(
         found.store, found.ref, learner.replicas.module, learner.optimizers.items, trainable_only=trainable_only
     )
+    for left in tiers.abandon(before_step, found.ref):
+        say(f"checkpoints: not removed: {left}")
     if learner.scale is not None and loaded.meta.get("loss_scale") is not None:
         learner.scale.load(loaded.meta["loss_scale"])
     went = Went(found.ref.step, loaded.meta, loaded.rank_state, found.tier)
