@@ -137,9 +137,34 @@ def test_another_mixture_that_is_known_moves_the_level_without_alarm() -> None:
 def test_an_accepted_level_is_the_new_one() -> None:
     watcher, dice = warmed()
     assert feed(watcher, step(201, dice, nll=2.6))
-    watcher.accept()
+    watcher.accept(202)
     assert not any(feed(watcher, step(number, dice, nll=2.6)) for number in range(202, 300))
     assert feed(watcher, step(300, dice, nll=2.0)), "the old level would now be the spike"
+
+
+def test_how_late_the_last_figures_of_the_old_level_come_changes_no_limit() -> None:
+    """On a GPU the figures of the step before may come after the new level was accepted."""
+    found = []
+    for late in (0, 1):
+        watcher, dice = warmed()
+        old = [step(number, dice) for number in (201, 202, 203)]
+        new = [step(number, dice, nll=2.6) for number in range(204, 240)]
+        limits = [watcher.limits(number) for number in (201, 202, 203)]
+        for figures, limit in list(zip(old, limits, strict=True))[: 3 - late]:
+            watcher.judge(figures, limit)
+        watcher.accept(204)
+        first = watcher.limits(204)
+        for figures, limit in list(zip(old, limits, strict=True))[3 - late :]:
+            assert watcher.judge(figures, limit) == []
+        assert watcher.judge(new[0], first) == []
+        found.append(
+            [
+                repr(watcher.limits(figures.step))
+                for figures in new[1:]
+                if not watcher.judge(figures, watcher.limits(figures.step))
+            ]
+        )
+    assert len(found[0]) == 35 and found[0] == found[1]
 
 
 def test_overflows_are_the_loss_scale_s_business_until_they_do_not_end() -> None:

@@ -34,6 +34,10 @@ _NAME = re.compile(r"step-\d{8,}\.g\d{4,}")
 _FINAL = (NotImplementedError, ImportError, ModuleNotFoundError, PermissionError)
 
 
+_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs"}
+"""Protocols without folders, of fsspec's implementations."""
+
+
 class ObjectStore:
     """`budget_s`: seconds that waiting between tries may take, all operations of this object together."""
 
@@ -51,6 +55,8 @@ class ObjectStore:
         except Exception as problem:
             raise CheckpointFailed(f"{url}: {problem}") from problem
         self.url = url
+        known = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
+        self._buckets = bool(known & _BUCKETS)
         self.left_s = budget_s
         self.retries = 0
         self._dice = dice or random.Random()
@@ -63,8 +69,8 @@ class ObjectStore:
         """Writes an object and reads it back, until what is read is what was meant. Raises CheckpointFailed."""
 
         def write() -> None:
-            parent = path.rpartition("/")[0]
-            self.fs.makedirs(parent, exist_ok=True)
+            if not self._buckets:  # there it would make a bucket of a misspelt name
+                self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             with self.fs.open(path, "wb") as file:
                 for chunk in content():
                     file.write(chunk)

@@ -95,7 +95,7 @@ class Spikes:
         if self.config.spikes == "off":
             return None
         if step == self.let_through:
-            self.watcher.accept()
+            self.watcher.accept(step)
         limits = self.watcher.limits(step, self.kind)
         self._launched[step] = Launched(step, batch, limits, random_state())
         self._launched.pop(step - _KEPT, None)

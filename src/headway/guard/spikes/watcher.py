@@ -79,6 +79,7 @@ class Watcher:
     _kind: str | None = None
     _waiting: list[Figures] = field(default_factory=list)
     _overflows: list[int] = field(default_factory=list)
+    _level_from: int = 0
 
     def limits(self, step: int, kind: str = "") -> Limits:
         """For the figures of step `step`, whose batch is of `kind`. Takes in all clean steps up to `step` - LAG."""
@@ -114,7 +115,7 @@ class Watcher:
             )
             for name, limit in limits.beyond(values).items()
         ]
-        if not alarms:
+        if not alarms and figures.step >= self._level_from:
             self._waiting.append(figures)
         return alarms
 
@@ -123,11 +124,17 @@ class Watcher:
         self._waiting = [figures for figures in self._waiting if figures.step < step]
         self._overflows = [at for at in self._overflows if at < step]
 
-    def accept(self) -> None:
-        """The level has changed and stays: all tracks look for their new place. Clean steps that wait to be taken in
-        are of the old level: they count for the noise, and must not be the first of the new one."""
-        while self._waiting:
+    def accept(self, step: int) -> None:
+        """The level has changed with `step`, and stays: all tracks look for their new place.
+
+        Clean steps before it that are not yet taken in, or whose figures come later (on a GPU), are of the old level
+        and must not be the first of the new one. Those that are known by now on every device count for the noise, the
+        rest for nothing: how far the device was behind must change no limit.
+        """
+        while self._waiting and self._waiting[0].step <= step - LAG:
             self._absorb(self._waiting.pop(0))
+        self._waiting = [figures for figures in self._waiting if figures.step >= step]
+        self._level_from = step
         self._move()
 
     def _move(self) -> None:
@@ -141,6 +148,7 @@ class Watcher:
             "kind": self._kind,
             "waiting": [_plain(figures) for figures in self._waiting],
             "overflows": list(self._overflows),
+            "level_from": self._level_from,
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -149,6 +157,7 @@ class Watcher:
         self._kind = state["kind"]
         self._waiting = [_figures(plain) for plain in state["waiting"]]
         self._overflows = list(state["overflows"])
+        self._level_from = state.get("level_from", 0)
 
     def _absorb(self, figures: Figures) -> None:
         if figures.kind != self._kind:
