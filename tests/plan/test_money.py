@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headway.account.errors import UserError
@@ -75,6 +75,7 @@ def cost_of(option: Option, found: list[Option]) -> float:
     return option.dollars if within(found)[0].dollars is not None else option.wall_s * option.gpus  # type: ignore[return-value]
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # drawing lists is slow where other processes run
 @given(options)
 def test_the_frontier_holds_no_option_that_another_beats(found: list[Option]) -> None:
     kept = frontier(found)
