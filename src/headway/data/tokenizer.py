@@ -62,11 +62,14 @@ def open_tokenizer(source: Any, *, key: str = "tokenizer", trust_remote_code: bo
     from transformers import AutoTokenizer
 
     path = Path(source).expanduser()
+    if path.exists() and not path.is_dir() and not (path.suffix == ".gguf" and path.is_file()):
+        # The library would take it for a hub name, and a pipe would be waited for.
+        raise UserError(f"{key} {source}: is no folder; give the one that holds tokenizer.json, or a .gguf file")
     try:
         if path.suffix == ".gguf":
             return AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
         if path.exists():
-            return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+            return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=trust_remote_code)
         return _from_hub(str(source), key, trust_remote_code)
     except UserError:
         raise

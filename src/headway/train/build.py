@@ -137,7 +137,7 @@ def _build(
         state = resuming.resume(config, found, made.replicas, made.optimizers, identity)
     for note in state.notes:
         say(note)
-    evaluator = _evaluator(config, view, place, model.shape.vocab)
+    evaluator = _evaluator(config, view, place, model.shape.vocab, say)
     peak = peak_of(config, place)
     session = resuming.next_session(folder)
     clock = StepClock(place.device.type)
@@ -334,11 +334,13 @@ def _schedule(config: RunConfig, steps: int) -> Schedule:
     return Schedule(given.kind, steps, given.warmup_steps(steps), given.decay_steps(steps), given.min_ratio)
 
 
-def _evaluator(config: RunConfig, view: View, place: Place, vocab: int) -> Evaluator | None:
+def _evaluator(config: RunConfig, view: View, place: Place, vocab: int, say: Say) -> Evaluator | None:
     held_out = evaluation_view(config, view)
     if held_out is None:
         return None
     check_vocabulary(held_out, vocab)
+    if held_out.overlong.affected:
+        say(f"evaluation: {held_out.overlong}")
     stream = make_stream(config, held_out, config.sequences_per_step(place.layout.data_parallel))
     return Evaluator(stream, place.rank, place.world, place.device.torch, config.eval.batches)
 
