@@ -116,6 +116,20 @@ def test_a_compilation_counts_once_under_however_many_names(tmp_path: Path) -> N
     assert finding.lower_ns == pytest.approx(2 * 4_000_000, rel=0.01)
 
 
+def test_on_a_cpu_the_optimizers_own_python_may_be_won_too(tmp_path: Path) -> None:
+    layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(30))
+    optimizer = torch.optim.AdamW(layers.parameters(), foreach=False)
+    for parameter in layers.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for step in range(3):
+            with record_function(f"ProfilerStep#{step}"):
+                optimizer.step()
+    recorded.export_chrome_trace(str(tmp_path / "t.json"))
+    finding = found(diagnose_job(read_job([tmp_path / "t.json"])), "optimizer-not-fused")
+    assert finding is not None and finding.claims["idle.host"] > 0.2 * finding.upper_ns
+
+
 def test_recompute_is_a_finding_only_where_memory_is_known_to_be_free(tmp_path: Path) -> None:
     again = read_job([causes.recomputing(True).write(tmp_path / "a.json")])
     without = read_job([causes.recomputing(False).write(tmp_path / "b.json")])

@@ -93,9 +93,8 @@ def calibrate_one(cause: Cause, rounds: int) -> Calibrated:
             profiles.append(_quietest(cause, bad))
             order = (bad, good, good, bad) if number % 2 else (good, bad, bad, good)
             blocks = [(loop, _block(loop, cause)) for loop in order]
-            join = min if cause.steady else _mean
-            slow = join([taken for loop, taken in blocks if loop is bad])
-            fast = join([taken for loop, taken in blocks if loop is good])
+            slow = _mean([taken for loop, taken in blocks if loop is bad])
+            fast = _mean([taken for loop, taken in blocks if loop is good])
             times.append(slow)
             gains.append(1 - (fast / good.tokens) / (slow / bad.tokens))
         return Calibrated(cause.finding, cause.what, _middle(profiles), tuple(gains), float(np.median(times)) * 1e3)
@@ -175,14 +174,14 @@ _SCHEDULED = Path("/proc/thread-self/schedstat")
 
 
 def _block(loop: Planted, cause: Cause) -> float:
-    """Seconds a step: the mean of a block; where every step is alike and computes, the quickest, which was disturbed
-    least."""
+    """Seconds a step: the mean of a block; where every step is alike, the median, which one disturbed step does not
+    move. Not the quickest: a profile is of all steps, and what waits for memory varies more than what computes."""
     taken = []
     for _ in range(cause.window):
         clock = Clock(cause.sleeps)
         loop.step()
         taken.append(clock.seconds)
-    return min(taken) if cause.steady else sum(taken) / len(taken)
+    return float(np.median(taken)) if cause.steady else _mean(taken)
 
 
 def _profiled(cause: Cause, loop: Planted) -> _Predicted:

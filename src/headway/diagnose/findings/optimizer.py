@@ -18,15 +18,15 @@ _FUSED_PASSES = 7 / 4
 
 
 def find(case: Case) -> Iterator[Finding]:
-    """Upper bound: the region's kernels and its waits for launches. Put back: one pass over parameters, gradients and
-    moments, at the speed of the longest pass that was measured."""
+    """Upper bound: the region's kernels and its waits for launches, on a CPU the Python of the loop. Put back: one pass
+    over parameters, gradients and moments, at the speed of the longest pass that was measured."""
     view = case.view
     region = view.under(REGION, (HostKind.ANNOTATION,))
     fused = region & view.named(r"[Ff]usedOptimizer|fused_adam|_fused_|^triton_|FusedAdam")
     spent, fused_ns = view.time(region), view.time(fused)
     rows = view.host_rows(REGION, (HostKind.ANNOTATION,))
     waits = {}
-    for name in LAUNCH_IDLE if view.on_gpu else ():
+    for name in LAUNCH_IDLE if view.on_gpu else ("host",):
         idle = measure(intersect(view.gap_intervals(view.gaps(name)), view.host_intervals(rows)))
         if idle:
             waits[f"idle.{name}"] = idle
