@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from headway.guard import crash, layout, upkeep
+from headway.guard import crash, direct, layout, upkeep
 from headway.guard.crash import crash_point
 from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import FileEntry, Manifest, hash_file, hash_problems, read_manifest, sync_file
@@ -169,7 +169,7 @@ def _to_disk(job: Job, folder: Folder, sources: dict[str, int], entries: dict[st
                     written[name] = hash_file(partial / name)
                     continue
                 _copy(source, partial / name, job.manifest.step)
-                written[name] = hash_file(partial / name)
+                written[name] = direct.hash_on_disk(partial / name)
                 if written[name] != entries[name]:
                     raise CheckpointFailed(f"{name} does not read back as it was written")
             return _publish(job, folder, written, deadline, in_memory=False)
@@ -199,25 +199,14 @@ def _verified(ref: layout.CheckpointRef, newest: Path) -> bool:
 
 
 def _copy(source: int, target: Path, step: int) -> None:
-    """Copies an open file to a new one and waits until the disk has it; its pages leave the cache."""
     with contextlib.suppress(FileNotFoundError):  # of an attempt that was killed
         target.unlink()
-    size = os.fstat(source).st_size
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        done = 0
-        while done < size:
-            if target.suffix == ".distcp" and done * 2 >= size - _CHUNK:
-                crash_point("mid-write", step)
-            sent = os.sendfile(descriptor, source, done, min(_CHUNK, size - done))
-            if not sent:
-                raise CheckpointFailed(f"the staged copy of {target.name} became shorter")
-            done += sent
-        os.fsync(descriptor)
-        # What is read back for the hash should come from the disk, and the training needs the memory.
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+
+    def progress(done: int, size: int) -> None:
+        if target.suffix == ".distcp" and done * 2 >= size - _CHUNK:
+            crash_point("mid-write", step)
+
+    direct.copy(source, target, progress)
 
 
 def _publish(job: Job, folder: Folder, entries: dict[str, FileEntry], deadline: float, *, in_memory: bool) -> int:
