@@ -29,8 +29,8 @@ _COLD = 8
 
 
 def find(case: Case) -> Iterator[Finding]:
-    """Upper bound: the host's time in the compiler inside the window; on a CPU as a share of the window without what
-    recording cost outside the compiler, and what cold caches cost after it. Put back: one compile, since a dynamic one replaces all others."""
+    """Upper bound: the host's time in the compiler inside the window; on a CPU also what recording costs the rest and
+    what cold caches cost after it. Put back: one compile, since a dynamic one replaces all others."""
     view = case.view
     rows = view.host_rows(_COMPILE, (HostKind.ANNOTATION, HostKind.OP, HostKind.PYTHON))
     if not len(rows):
