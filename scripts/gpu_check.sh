@@ -59,6 +59,7 @@ within 15 "$python" -m headway bench peak --device $device --dtype "$dtype" --se
 check peak
 
 slots=$([ $device = cuda ] && echo 16384 || echo 256)
+rows=$([ $device = cuda ] && echo 32 || echo 8)
 echo "== kernels: every candidate checked and timed on the card"
 within 45 "$python" -m headway bench kernels "$run_file" "data.sources=[$shards]" "data.slots=$slots" --seconds 30 \
   2>&1 | tee "$out/kernels.txt" | tail -60
@@ -75,7 +76,7 @@ train packed preset=fast $packed
 train packed-compiled preset=fast train.compile=true $packed
 train packed-memory preset=fast checkpoint.memory_every=4 data.loader=process $packed
 train packed-recompute preset=fast model.recompute=full $packed
-train naive preset=naive train.global_batch_sequences=32
+train naive preset=naive train.global_batch_sequences=$rows
 for name in packed packed-compiled packed-memory; do
   grep -h "^kernels:\|^compile:\|^memory:\|^checkpoints:" "$out/$name.txt" | sed "s/^/$name  /" | cut -c1-200
 done
