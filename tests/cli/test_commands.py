@@ -158,10 +158,10 @@ def test_bad_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str], overri
     [("model_type=lama", "lama"), ("hidden_size=-4", "no model can be made of it"), ("num_attention_heads=3", "heads")],
 )
 def test_a_model_that_cannot_be_made_is_refused_before_any_data_is_read(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, said: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], change: str, said: str
 ) -> None:
     for ranks in ("1", "2"):
-        code, _, err = call(capsys, "train", run_file(tmp_path), f"model.config.{change}", f"parallel.ranks={ranks}")
+        code, _, err = call(capfd, "train", run_file(tmp_path), f"model.config.{change}", f"parallel.ranks={ranks}")
         assert code == 2 and said in err and len(err.strip().splitlines()) == 1
         assert not (tmp_path / "runs" / "shards").exists()
 
