@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,28 +30,41 @@ def make(path: Path, count: int) -> Path:
 
 
 def peaks(source: Path, out: Path) -> tuple[int, int]:
-    """KiB at the highest: of the process that reads, above what it began with; of the larger worker."""
+    """KiB that Python and numpy held at the highest: in the process that reads, and in the larger worker.
+
+    Counted by allocation: the resident size of a process that has done much before hides what it takes now.
+    """
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-            before = _status("VmRSS")
+            tracemalloc.start()
+            tell_peaks_of_workers(out.with_name(f"{out.name}-peaks"))
             prepare(source, out, TOKENIZER, workers=2, shard_bytes=_UNIT)
-            workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-            os.write(write, json.dumps([_status("VmHWM") - before, workers]).encode())
+            os.write(write, json.dumps(tracemalloc.get_traced_memory()[1]).encode())
         finally:
             os._exit(0)
     os.close(write)
     with os.fdopen(read) as told:
-        parent, workers = json.loads(told.read())
+        parent = json.loads(told.read())
     os.waitpid(child, 0)
-    return parent, workers
+    workers = [int(path.read_text()) for path in out.with_name(f"{out.name}-peaks").iterdir()]
+    return parent >> 10, max(workers) >> 10
 
 
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{key}:"))
+def tell_peaks_of_workers(folder: Path) -> None:
+    folder.mkdir()
+    do = units.do_unit
+
+    def and_tell(recipe: Any, converter: Any, unit: Any) -> Any:
+        mine = folder / str(os.getpid())
+        if not mine.exists():
+            tracemalloc.clear_traces()  # the parent's, from before the fork
+        done = do(recipe, converter, unit)
+        mine.write_text(str(tracemalloc.get_traced_memory()[1]))
+        return done
+
+    units.do_unit = and_tell  # type: ignore[assignment]
 
 
 def growth(folder: Path, count: int = 500) -> tuple[int, int]:

@@ -36,6 +36,9 @@ class Court:
     def look(self, pulses: Mapping[int, Pulse], living: set[int]) -> Hang | None:
         return None
 
+    def settle(self, pulses: Mapping[int, Pulse]) -> None:
+        self.settled = dict(pulses)
+
     def decide(self, death: Death, link: str, at: int, pulses: Mapping[int, Pulse]) -> tuple[str | None, int]:
         self.deaths.append(death)
         return None, 0
@@ -124,6 +127,16 @@ def test_a_users_mistake_on_one_machine_ends_the_run() -> None:
     one.roll.note(0.2, status(1, 2, report=Report(generation=0, code=None)))
     order = one.tick(0.2)
     assert (order.phase, order.code) == ("over", 2)
+
+
+def test_what_a_death_has_cost_is_known_though_all_is_over_before_anybody_looked() -> None:
+    court = Court()
+    one = leader(court, 1, 1)
+    one.roll.note(0, status(1))
+    assert one.tick(0).phase == "run"
+    ended = status(1, 2, generation=0, report=Report(generation=0, code=0), pulses={0: pulse(first_ns=5)})
+    one.roll.note(0.1, ended)
+    assert one.tick(0.1).phase == "over" and 0 in court.settled
 
 
 @given(st.integers(1, 7), st.data())

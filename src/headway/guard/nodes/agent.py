@@ -285,6 +285,10 @@ class _Court:
         assert self._watch is not None
         return self._watch.look(pulses, living)
 
+    def settle(self, pulses: Mapping[int, Pulse]) -> None:
+        assert self._watch is not None
+        self._watch.settle(pulses)
+
     def decide(self, death: Death, link: str, detected_ns: int, pulses: Mapping[int, Pulse]) -> tuple[str | None, int]:
         if self._watch is not None:
             self._watch.settle(pulses)

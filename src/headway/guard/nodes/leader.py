@@ -47,6 +47,9 @@ class Court(Protocol):
 
     def look(self, pulses: Mapping[int, Pulse], living: set[int]) -> Hang | None: ...
 
+    def settle(self, pulses: Mapping[int, Pulse]) -> None:
+        """Writes down what the last death has cost, where these pulses tell."""
+
     def decide(self, death: Death, link: str, detected_ns: int, pulses: Mapping[int, Pulse]) -> tuple[str | None, int]:
         """Writes a death down: why to stop (None: go on), and when (monotonic ns) the run's account ended."""
 
@@ -190,6 +193,7 @@ class Leader:
         elif failed is not None:
             self._stop(failed.death.evidence if failed.death is not None else "a rank failed")
         elif len(reports) == len(self.order.team):
+            self.court.settle(self._pulses(here))  # all can be over before anybody looked
             self._finished(reports)
         elif not reports:
             self._look(now, here)
