@@ -139,12 +139,17 @@ PLACES = [
 ]  # fmt: skip
 
 
+def places(kind: str) -> list[tuple[str, int]]:
+    """DDP has no collective inside a pass: a few places stand for all."""
+    return PLACES if kind == "fsdp" else PLACES[::3]
+
+
 def several(rank: int, kind: str) -> dict[str, Any]:
     """Every place in one process group: each leaves it fit for the next."""
     gc.freeze()  # freeing memory collects garbage, and the parent process left much to look through
     original = forward_module.loss_sum
     found: dict[str, Any] = {"none": curve(rank, kind, None)}
-    for at, micro in PLACES:
+    for at, micro in places(kind):
         forward_module.loss_sum = original  # type: ignore[attr-defined]
         found[at] = curve(rank, kind, at, micro)
     return found
@@ -154,7 +159,7 @@ def several(rank: int, kind: str) -> dict[str, Any]:
 def test_out_of_memory_on_rank_1_only_hangs_nothing_and_changes_no_loss(kind: str) -> None:
     first, second = on_ranks(2, several, kind, timeout=240)
     assert first["none"][0] == second["none"][0] and not first["none"][1]
-    for at, _ in PLACES:
+    for at, _ in places(kind):
         for rank, (losses, told, fired) in enumerate((first[at], second[at])):
             assert fired == rank, f"{at}: the fault is rank 1's alone"
             assert losses == first["none"][0], at
@@ -167,7 +172,7 @@ def curve_without_finishing(rank: int, kind: str) -> object:
 
 
 def test_a_planted_rank_that_only_gives_up_leaves_the_others_waiting() -> None:
-    outcomes = run_ranks(2, curve_without_finishing, "fsdp", timeout=12)
+    outcomes = run_ranks(2, curve_without_finishing, "fsdp", timeout=8)
     assert None in [outcome.code for outcome in outcomes] or any(
         outcome.code not in (0, None) for outcome in outcomes
     ), "without its part in the collectives the step cannot end"
