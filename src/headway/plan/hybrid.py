@@ -7,24 +7,26 @@ writes it, of `layers_block_type`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from headway.account.errors import UserError
 from headway.account.layers import Attention, Layer, Mlp, Scan, Weight
 from headway.account.shape import ModelShape
+from headway.plan.hybrid_keys import refuse_missing, whole
 
 HYBRIDS = ("nemotron_h",)
+_FAMILY = "nemotron_h"
 _NEEDED = ("hidden_size", "vocab_size", "num_attention_heads")
 _NAMES = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E",
 }  # fmt: skip
+_whole = partial(whole, _FAMILY)
 
 
 def hybrid_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape of such a config. Raises UserError naming a missing or impossible key, and an unknown block."""
-    for key in _NEEDED:
-        if not config.get(key):
-            raise UserError(f"config.json (nemotron_h): key {key!r} is missing; the size needs it")
+    refuse_missing(_FAMILY, config, _NEEDED)
     hidden, vocab = _whole(config, "hidden_size"), _whole(config, "vocab_size")
     made = {"M": _mamba, "*": _attention, "-": _mlp, "E": _experts}
     kinds: dict[str, Layer] = {}
@@ -55,13 +57,6 @@ def _pattern(config: Mapping[str, Any]) -> list[str]:
     if not isinstance(text, str) or not text:
         raise UserError("config.json (nemotron_h): key 'hybrid_override_pattern' is missing; the size needs it")
     return list(text)
-
-
-def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json (nemotron_h): key {key!r} is {value!r}; give a whole number of at least 1")
-    return value
 
 
 def _mamba(config: Mapping[str, Any], hidden: int) -> Layer:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from headway.account.errors import UserError
 from headway.account.layers import Attention, Layer, Mlp, Scan, Weight
 from headway.account.shape import ModelShape
+from headway.plan.hybrid_keys import refuse_missing, whole
 
+_FAMILY = "qwen3_next"
 _NEEDED = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
 _CHUNK = 64  # of the published kernels (flash-linear-attention)
+_whole = partial(whole, _FAMILY)
 
 
 def delta_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape of such a config. Raises UserError naming a missing or impossible key, and an unknown layer type."""
-    for key in _NEEDED:
-        if not config.get(key):
-            raise UserError(f"config.json (qwen3_next): key {key!r} is missing; the size needs it")
-    hidden, vocab = whole(config, "hidden_size"), whole(config, "vocab_size")
+    refuse_missing(_FAMILY, config, _NEEDED)
+    hidden, vocab = _whole(config, "hidden_size"), _whole(config, "vocab_size")
     made = {"linear_attention": _delta, "full_attention": _attention}
     layers = []
     for index, name in enumerate(_types(config)):
@@ -40,28 +42,20 @@ def delta_shape(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A whole number of at least 1. Raises UserError naming the key."""
-    value = config.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"config.json (qwen3_next): key {key!r} is {value!r}; give a whole number of at least 1")
-    return value
-
-
 def _types(config: Mapping[str, Any]) -> list[str]:
-    count = whole(config, "num_hidden_layers")
+    count = _whole(config, "num_hidden_layers")
     listed = config.get("layer_types")
     if isinstance(listed, list) and listed:
         return [str(name) for name in listed][:count]
-    every = whole(config, "full_attention_interval", 4)
+    every = _whole(config, "full_attention_interval", 4)
     return ["linear_attention" if (n + 1) % every else "full_attention" for n in range(count)]
 
 
 def _delta(config: Mapping[str, Any], hidden: int) -> tuple[None, Scan, list[Weight], int]:
     """Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), by chunks: scores of keys and of queries, the triangular
     solve's two products, and per chunk the state's making, its correction and its reading."""
-    keys, values = whole(config, "linear_num_key_heads", 16), whole(config, "linear_num_value_heads", 32)
-    k, v = whole(config, "linear_key_head_dim", 128), whole(config, "linear_value_head_dim", 128)
+    keys, values = _whole(config, "linear_num_key_heads", 16), _whole(config, "linear_num_value_heads", 32)
+    k, v = _whole(config, "linear_key_head_dim", 128), _whole(config, "linear_value_head_dim", 128)
     wide_k, wide_v = keys * k, values * v
     mixed = 2 * wide_k + wide_v
     weights = [
@@ -73,12 +67,12 @@ def _delta(config: Mapping[str, Any], hidden: int) -> tuple[None, Scan, list[Wei
     # Convolution in and out; q, k, v, their solved forms and scores once more; the output; the gated norm.
     stream = 2 * mixed + 2 * (values * k + wide_v) + mixed + 2 * values * _CHUNK + wide_v + 3 * wide_v
     scan = Scan(flops, values * k * v / _CHUNK, stream)
-    return None, scan, weights, mixed * whole(config, "linear_conv_kernel_dim", 4) + 2 * values + v
+    return None, scan, weights, mixed * _whole(config, "linear_conv_kernel_dim", 4) + 2 * values + v
 
 
 def _attention(config: Mapping[str, Any], hidden: int) -> tuple[Attention, None, list[Weight], int]:
-    heads = whole(config, "num_attention_heads")
-    kv, dim = whole(config, "num_key_value_heads", heads), whole(config, "head_dim", hidden // heads)
+    heads = _whole(config, "num_attention_heads")
+    kv, dim = _whole(config, "num_key_value_heads", heads), _whole(config, "head_dim", hidden // heads)
     weights = [
         Weight("self_attn.q_proj", hidden, 2 * heads * dim, "attention_in"),  # queries and their gates
         Weight("self_attn.k_proj", hidden, kv * dim, "attention_in"),
@@ -90,12 +84,12 @@ def _attention(config: Mapping[str, Any], hidden: int) -> tuple[Attention, None,
 
 def _mlp(config: Mapping[str, Any], hidden: int, index: int) -> tuple[Mlp, list[Weight], int]:
     experts = config.get("num_experts") or 0
-    every = whole(config, "decoder_sparse_step", 1)
+    every = _whole(config, "decoder_sparse_step", 1)
     if not experts or index in (config.get("mlp_only_layers") or ()) or (index + 1) % every:
-        width = whole(config, "intermediate_size")
+        width = _whole(config, "intermediate_size")
         return Mlp(width, True), _gated("mlp.", hidden, width), 0
-    experts, top_k = whole(config, "num_experts"), whole(config, "num_experts_per_tok")
-    width, shared = whole(config, "moe_intermediate_size"), whole(config, "shared_expert_intermediate_size")
+    experts, top_k = _whole(config, "num_experts"), _whole(config, "num_experts_per_tok")
+    width, shared = _whole(config, "moe_intermediate_size"), _whole(config, "shared_expert_intermediate_size")
     weights = [
         Weight("mlp.gate", hidden, experts, "router"),
         Weight("mlp.experts.gate_up_proj", hidden, 2 * width, "mlp_in", experts, top_k),
