@@ -65,7 +65,10 @@ def test_prepare_and_inspect(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     with chats.open("a") as file:
         file.write('{"nonsense": 1}\n')
     shards = tmp_path / "shards"
-    arguments = ["data", "prepare", chats, "--tokenizer", tokenizer, "--out", shards, "--max-bad", "0.2"]
+    arguments = ["data", "prepare", chats, "--tokenizer", tokenizer, "--out", shards, "--max-bad", "0.01"]
+    code, _, err = call(capsys, *arguments)
+    assert code == 2 and "--max-bad allows 1.0%" in err and "data.max_bad" not in err, "there is no run file here"
+    arguments[-1] = "0.2"
     code, out, _ = call(capsys, *arguments)
     assert code == 0 and "messages, 12 documents, 1 rejected" in out
     assert json.loads((shards / "rejected.jsonl").read_text())["line"] == 13

@@ -53,7 +53,8 @@ class Peak:
             also = f"; measured here {tera(self.measured)}"
         elif self.kind == "override" and self.datasheet is not None:
             also = f"; datasheet {tera(self.datasheet)}"
-        return f"peak {devices} x {tera(self.flops)} {self.dtype} ({self.device}; {self.kind}: {self.source}{also})"
+        source = self.source if self.kind == "measured" else f"{self.kind}: {self.source}"
+        return f"peak {devices} x {tera(self.flops)} {self.dtype} ({self.device}; {source}{also})"
 
 
 def tera(flops: float) -> str:

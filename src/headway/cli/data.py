@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from headway.account.errors import UserError
 from headway.cli import data_quarantine
 from headway.cli.output import print_json
 from headway.cli.progress import progress
@@ -16,6 +20,17 @@ app = typer.Typer(no_args_is_help=True, help="Prepare chats and text once, offli
 app.add_typer(data_quarantine.app, name="quarantine")
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_SHARED_KEYS = re.compile(r"(?<![\w./-])data\.(format|labels|max_bad|chat_template)(?![\w./-])")
+
+
+@contextmanager
+def _keys_as_options() -> Iterator[None]:
+    """The data room names the keys of a run file; here there is none, and each key is an option."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(_SHARED_KEYS.sub(lambda key: "--" + key[1].replace("_", "-"), str(error))) from error
 
 
 @app.command()
@@ -40,16 +55,17 @@ def prepare(
     from headway.data.prepare import prepare as run_prepare
     from headway.data.report_text import report_lines, report_record
 
-    options = PrepareOptions(format=format, labels=labels, max_bad=max_bad, chat_template=chat_template)  # type: ignore[arg-type]
-    report = run_prepare(
-        sources,
-        out,
-        tokenizer,
-        options=options,
-        workers=workers,
-        progress=None if json else progress(),
-        tokenizer_key="--tokenizer",
-    )
+    with _keys_as_options():
+        options = PrepareOptions(format=format, labels=labels, max_bad=max_bad, chat_template=chat_template)  # type: ignore[arg-type]
+        report = run_prepare(
+            sources,
+            out,
+            tokenizer,
+            options=options,
+            workers=workers,
+            progress=None if json else progress(),
+            tokenizer_key="--tokenizer",
+        )
     if json:
         print_json(report_record(report))
         return
