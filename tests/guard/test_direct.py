@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from headway.guard import direct
-from headway.guard.manifest import hash_file
+from headway.guard.hashing import hash_file
 
 SIZES = (0, 1, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (8 << 20) + 4096, (17 << 20) + 123)
 

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from headway.guard.hashing import FileEntry, hash_file
 from headway.guard.layout import CheckpointRef
 from headway.guard.manifest import (
     MANIFEST,
     Damaged,
-    FileEntry,
     Manifest,
-    hash_file,
     hash_problems,
     read_manifest,
     size_problems,

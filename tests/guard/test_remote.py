@@ -16,7 +16,8 @@ from headway.account.errors import Refused
 from headway.bench.faults.faulty_store import FaultyStore
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.layout import CheckpointFailed
-from headway.guard.manifest import hash_file, read_manifest
+from headway.guard.hashing import hash_file
+from headway.guard.manifest import read_manifest
 from headway.guard.object_store import ObjectStore
 from headway.guard.remote import fetch_newest, prune, read_remote_manifest, upload
 from headway.guard.save_job import Folder, Job, Remote

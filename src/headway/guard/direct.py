@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.guard.manifest import FileEntry, hash_file
+from headway.guard.hashing import FileEntry, Hasher, hash_file
 
 _ALIGN = 4096
 _CHUNK = 8 << 20
@@ -63,7 +62,7 @@ def hash_on_disk(path: Path) -> FileEntry:
         size = os.fstat(descriptor).st_size
         if size < _LEAST or not _set_direct(descriptor, True):
             return hash_file(path)
-        digest, done = hashlib.sha256(), 0
+        hasher, done = Hasher(size), 0
         view = memoryview(mmap.mmap(-1, _CHUNK))
         while done < size:
             try:
@@ -74,9 +73,9 @@ def hash_on_disk(path: Path) -> FileEntry:
                 raise
             if not read:
                 break
-            digest.update(view[:read])
+            hasher.update(view[:read])
             done += read
-        return FileEntry(done, digest.hexdigest())
+        return hasher.entry()
     finally:
         os.close(descriptor)
 

@@ -14,19 +14,13 @@ from pathlib import Path
 
 import msgspec
 
+from headway.guard.hashing import FileEntry, first_difference, hash_file
 from headway.guard.layout import CheckpointRef
 
 MANIFEST = "manifest.json"
 SCHEMA = 1
 
 _NO_DIGEST = "0" * 64
-
-
-class FileEntry(msgspec.Struct, frozen=True):
-    """`size` in bytes, `sha256` as hex."""
-
-    size: int
-    sha256: str
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,13 +49,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 class Damaged(Exception):
     """A manifest that cannot be believed; the message says why."""
-
-
-def hash_file(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file as it reads now."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return FileEntry(stream.tell(), digest)
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -140,11 +127,18 @@ def hash_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
     problems = []
     for name in names:
         try:
-            if hash_file(folder / name) != manifest.files[name]:
-                problems.append(f"{name} does not match its SHA-256: its content changed after it was written")
+            found = hash_file(folder / name)
+            if found != manifest.files[name]:
+                problems.append(f"{name} does not match its SHA-256: {_changed(found, manifest.files[name])}")
         except OSError as problem:
             problems.append(f"{name} cannot be read: {problem}")
     return problems
+
+
+def _changed(found: FileEntry, meant: FileEntry) -> str:
+    block = first_difference(found, meant)
+    where = f", first in bytes {block.start} to {block.end - 1}" if block is not None else ""
+    return f"its content changed after it was written{where}"
 
 
 def signature(folder: Path, manifest: Manifest) -> tuple[tuple[str, int, int, int], ...] | None:

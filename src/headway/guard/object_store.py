@@ -22,7 +22,8 @@ from typing import TypeVar
 import fsspec
 
 from headway.guard.layout import CheckpointFailed
-from headway.guard.manifest import MANIFEST, FileEntry
+from headway.guard.hashing import FileEntry, hash_bytes
+from headway.guard.manifest import MANIFEST
 
 T = TypeVar("T")
 
@@ -83,7 +84,7 @@ class ObjectStore:
         self.put(path, lambda: _chunks(descriptor), entry)
 
     def put_bytes(self, path: str, content: bytes) -> None:
-        self.put(path, lambda: iter((content,)), FileEntry(len(content), hashlib.sha256(content).hexdigest()))
+        self.put(path, lambda: iter((content,)), hash_bytes(content))
 
     def read(self, path: str) -> bytes | None:
         """The object's bytes, None when there is none. Raises CheckpointFailed."""

@@ -13,11 +13,11 @@ import msgspec
 
 from headway.guard import layout
 from headway.guard.crash import crash_point
+from headway.guard.hashing import FileEntry
 from headway.guard.layout import CheckpointFailed, CheckpointRef
 from headway.guard.manifest import (
     MANIFEST,
     Damaged,
-    FileEntry,
     Manifest,
     encode_manifest,
     parse_manifest,

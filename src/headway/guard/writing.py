@@ -28,7 +28,8 @@ from headway.guard import layout
 from headway.guard.control import Control
 from headway.guard.crash import crash_point
 from headway.guard.layout import CheckpointFailed, CheckpointRef
-from headway.guard.manifest import FileEntry, Manifest, hash_file, sync_file, write_durably
+from headway.guard.hashing import FileEntry, hash_file
+from headway.guard.manifest import Manifest, sync_file, write_durably
 from headway.guard.publishing import commit, explained, now
 from headway.guard.tree import Flat, part_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from headway.account.errors import Refused
 from headway.bench.faults.case import Case, Skipped
 from headway.bench.faults.small_state import SmallState, forget_memory, own_memory
 from headway.guard.checkpoint import CheckpointStore
+from headway.guard.hashing import block_size
 from headway.guard.layout import CheckpointRef
 from headway.guard.manifest import MANIFEST
 
@@ -81,13 +83,13 @@ def row_11(case: Case) -> None:
 
 
 def row_12(case: Case) -> None:
-    """One flipped bit, in each file of each tier."""
+    """One flipped bit, in each file of each tier: rejected, file and block of bytes named."""
 
     def flip(case: Case, content: bytearray) -> bytearray:
         content[case.dice.randrange(len(content))] ^= 1 << case.dice.randrange(8)
         return content
 
-    _each_file(case, flip)
+    _each_file(case, flip, placed=True)
 
 
 def row_13(case: Case) -> None:
@@ -101,7 +103,7 @@ def row_13(case: Case) -> None:
         content[start:end] = bytes(end - start)
         return content
 
-    _each_file(case, hole)
+    _each_file(case, hole, placed=True)
 
 
 def row_14(case: Case) -> None:
@@ -149,7 +151,8 @@ def row_15(case: Case) -> None:
     forget_memory()
 
 
-def _each_file(case: Case, change: Change) -> None:
+def _each_file(case: Case, change: Change, *, placed: bool = False) -> None:
+    """`placed`: the length stays, so that the block in which the content changed must be named, too."""
     own_memory(case)
     changed = 0
     for store, older, newer in _tiers(case):
@@ -160,7 +163,10 @@ def _each_file(case: Case, change: Change) -> None:
                 continue
             file.write_bytes(damaged)
             changed += 1
-            _falls_back(case, store, older, newer, file.name)
+            said = _falls_back(case, store, older, newer, file.name)
+            if placed and file.name != MANIFEST:
+                at = next(i for i, (old, new) in enumerate(zip(content, damaged, strict=True)) if old != new)
+                case.expect(_is_placed(said, at), f"{file.name}: byte {at} lies in the block that is named: {said}")
             file.write_bytes(content)
         case.expect(CheckpointStore(store.root, "small").newest_verified() == newer, "the good one is not rejected")
     case.expect(changed >= 8, f"most files of both tiers were damaged in turn: {changed}")
@@ -169,7 +175,7 @@ def _each_file(case: Case, change: Change) -> None:
 
 def _tiers(case: Case) -> Iterator[tuple[CheckpointStore, CheckpointRef, CheckpointRef]]:
     """Two checkpoints of one run, in memory and on the disk: store, older, newer."""
-    state = SmallState(case.folder / "run", keep_memory=2)
+    state = SmallState(case.folder / "run", ballast=50_000, keep_memory=2)
     for step in (1, 2):
         state.train(step)
         state.save()
@@ -181,11 +187,17 @@ def _tiers(case: Case) -> Iterator[tuple[CheckpointStore, CheckpointRef, Checkpo
     state.tiers.close(over=True)
 
 
-def _falls_back(case: Case, store: CheckpointStore, older: CheckpointRef, newer: CheckpointRef, named: str) -> None:
+def _is_placed(said: str, at: int) -> bool:
+    block = re.search(r"first in bytes (\d+) to (\d+)", said)
+    return block is not None and int(block[1]) <= at <= int(block[2]) < int(block[1]) + block_size(0)
+
+
+def _falls_back(case: Case, store: CheckpointStore, older: CheckpointRef, newer: CheckpointRef, named: str) -> str:
     found = CheckpointStore(store.root, "small").newest_verified()
     case.expect(found == older, f"{named}: {newer.name} is rejected and {older.name} taken")
     said = found.rejected if found is not None else ()
     case.expect(len(said) == 1 and named in said[0] and newer.name in said[0], f"{named} is named: {said}")
+    return " ".join(said)
 
 
 def _memory_serves(case: Case, state: SmallState, step: int) -> None:

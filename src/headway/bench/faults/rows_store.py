@@ -13,7 +13,8 @@ from headway.bench.faults.faulty_store import FaultyStore
 from headway.bench.faults.small_state import SmallState, forget_memory, own_memory
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.layout import CheckpointFailed, CheckpointRef
-from headway.guard.manifest import hash_file, read_manifest
+from headway.guard.hashing import hash_file
+from headway.guard.manifest import read_manifest
 from headway.guard.object_store import ObjectStore
 from headway.guard.remote import fetch_newest, upload
 from headway.guard.save_job import Folder, Job, Remote

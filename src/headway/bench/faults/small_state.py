@@ -23,12 +23,15 @@ from headway.guard.training_state import Capture, restore
 
 
 class SmallState:
-    """Model, optimizer and tiers in `folder`; resumed from the newest checkpoint. `losses`: hex, by step."""
+    """Model, optimizer and tiers in `folder`; resumed from the newest checkpoint. `losses`: hex, by step. `ballast`:
+    numbers that are saved and never trained, for shards of several blocks."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, ballast: int = 0, **options: Any) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.1), nn.Linear(24, 3))
+        if ballast:
+            self.model.register_buffer("ballast", torch.randn(ballast))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.capture = Capture(self.model, [self.optimizer])
         store = CheckpointStore(folder / "checkpoints", "small")
