@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from pathlib import Path
 
 from hypothesis import given
@@ -18,7 +19,7 @@ CONTENT = bytes(range(256)) * (SIZE // 256) + bytes(SIZE % 256)
 @given(st.lists(st.integers(0, SIZE), max_size=6), st.integers(0, SIZE - 1), st.integers(0, 7))
 def test_a_flipped_bit_lies_in_the_block_that_is_named(cuts: list[int], at: int, bit: int) -> None:
     hasher, edges = Hasher(SIZE), sorted({0, *cuts, SIZE})
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         hasher.update(CONTENT[start:end])
     whole = hasher.entry()
     assert whole.sha256 == hashlib.sha256(CONTENT).hexdigest() and whole.marks == hash_bytes(CONTENT).marks

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from headway.guard import peers
-from headway.guard.layout import CheckpointFailed, published_name
 from headway.guard.hashing import hash_file
+from headway.guard.layout import CheckpointFailed, published_name
 from headway.guard.manifest import Manifest, write_manifest
 from headway.guard.parts import Part, choose
 from headway.guard.peers import PEERS, Peer, fetch_part, send_part

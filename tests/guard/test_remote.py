@@ -15,8 +15,8 @@ from guard_helpers import same, snapshot, tiny_model, tiny_optimizer, train
 from headway.account.errors import Refused
 from headway.bench.faults.faulty_store import FaultyStore
 from headway.guard.checkpoint import CheckpointStore
-from headway.guard.layout import CheckpointFailed
 from headway.guard.hashing import hash_file
+from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import read_manifest
 from headway.guard.object_store import ObjectStore
 from headway.guard.remote import fetch_newest, prune, read_remote_manifest, upload

@@ -21,8 +21,8 @@ from typing import TypeVar
 
 import fsspec
 
-from headway.guard.layout import CheckpointFailed
 from headway.guard.hashing import FileEntry, hash_bytes
+from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import MANIFEST
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ import msgspec
 
 from headway.guard import crash, direct, layout, upkeep
 from headway.guard.crash import crash_point
-from headway.guard.layout import CheckpointFailed
 from headway.guard.hashing import FileEntry, hash_file
+from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import Manifest, hash_problems, read_manifest, sync_file
 from headway.guard.peers import Peer, send_part
 from headway.guard.publishing import commit, explained

@@ -27,8 +27,8 @@ from headway import __version__
 from headway.guard import layout
 from headway.guard.control import Control
 from headway.guard.crash import crash_point
-from headway.guard.layout import CheckpointFailed, CheckpointRef
 from headway.guard.hashing import FileEntry, hash_file
+from headway.guard.layout import CheckpointFailed, CheckpointRef
 from headway.guard.manifest import Manifest, sync_file, write_durably
 from headway.guard.publishing import commit, explained, now
 from headway.guard.tree import Flat, part_bytes

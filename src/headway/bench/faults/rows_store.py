@@ -12,8 +12,8 @@ from headway.bench.faults.case import Case
 from headway.bench.faults.faulty_store import FaultyStore
 from headway.bench.faults.small_state import SmallState, forget_memory, own_memory
 from headway.guard.checkpoint import CheckpointStore
-from headway.guard.layout import CheckpointFailed, CheckpointRef
 from headway.guard.hashing import hash_file
+from headway.guard.layout import CheckpointFailed, CheckpointRef
 from headway.guard.manifest import read_manifest
 from headway.guard.object_store import ObjectStore
 from headway.guard.remote import fetch_newest, upload
