@@ -168,7 +168,7 @@ def test_what_cannot_be_had_is_said() -> None:
     late = answer(question(deadline_s=60.0))
     assert late.late and not late.good and any("no plan meets the deadline" in line for line in late.lines())
     dear = answer(question(budget=1.0))
-    assert dear.dear and any("no plan meets the budget: the cheapest costs" in line for line in dear.lines())
+    assert dear.dear and any("no plan meets the budget of" in line for line in dear.lines())
     edge = answer(question()).edge
     assert len(edge) > 1  # a smaller cluster is slower and cheaper, so some date and some budget exclude each other
     both = answer(question(deadline_s=edge[0].wall_s, budget=edge[-1].dollars))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import random
 import string
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
 
-from headway.cli import main as command_line
-from headway.cli.main import _join_commands, _run
+from headway.cli.main import _run
 from headway.plan.workload import model_presets
+from plan_line import joined, refused  # noqa: F401 (joined is a fixture)
 
 CONFIG = dict(model_presets()["llama3-8b"])
 BASE = (
@@ -29,24 +27,6 @@ BASE = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def joined() -> Iterator[None]:
-    """The command line, built once: typer would read every command's signature again on each of 300 calls."""
-    if not command_line.app.registered_groups:
-        _join_commands()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command_line, "app", typer.main.get_command(command_line.app))
-        yield
-
-
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    code = _run(["plan", *arguments], debug=False)
-    captured = capsys.readouterr()
-    assert code == 2, (arguments, code, captured.out[-300:])
-    assert captured.err.count("\n") == 1 and captured.err.startswith("headway: "), captured.err
-    return captured.err
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -56,33 +36,37 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (("--cluster", "none.yaml"), "no such file"),
         (("--fix", "tp=3"), "tp=3 does not divide 32 heads; nearest: 1, 2, 4"),
         (("--fix", "pp=33"), "pp=33 is more than the model's 32 layers"),
-        (("--fix", "ep=8"), "ep=8 does not divide 0 experts"),
+        (("--fix", "ep=8"), "ep=8 needs a mixture of experts, and llama3-8b is none; nearest: 1"),
         (("--fix", "tp=16"), "the given degrees take 16 GPUs, not a divisor of 8; nearest: "),
         (("--fix", "micro_batch=3"), "does not divide global_batch 8"),
         (("--fix", "tq=2"), "no such key; nearest: tp"),
         (("--fix", "recompute=ful"), "nearest: full"),
-        (("--fix", "zero=4"), "give 0, 1, 2 or 3"),
-        (("--fix", "tp=two"), "give a whole number"),
+        (("--fix", "zero=4"), "zero=4: give 0 or 1 or 2 or 3"),
+        (("--fix", "tp=two"), "tp=two: two is not a whole number"),
         (("--fix", "flash=maybe"), "give true or false"),
         (("--model", "llama3-7b"), "nearest presets: "),
         (("--model", "llama3.1-405b"), "no plan fits: the smallest"),
         (("--precision", "fp9"), "nearest: fp"),
         (("--objective", "speed"), "nearest: "),
-        (("--seq", "0"), "seq 0"),
-        (("--global-batch", "99999999999999"), "global_batch 99999999999999"),
+        (("--fix", "recompute_share=2"), "recompute_share=2: 2 is not a share above 0 and at most 1"),
+        (("--fix", "optimizer_bits=7"), "optimizer_bits=7: give 8 or 32"),
+        (("--fix", "micro_batch=1e99"), "micro_batch=1e99: 1e99 is not a whole number"),
+        (("--stack", "nemo"), "--stack 'nemo' needs --calibrate"),
+        (("--seq", "0"), "'--seq': 0 is not"),
+        (("--global-batch", "99999999999999"), "'--global-batch': 99999999999999 is not"),
         (("--cluster", "H100x99999999999"), "at most"),
-        (("--global-batch", "-4"), "global_batch -4"),
-        (("--tokens", "-1"), "--tokens -1"),
-        (("--tokens", "nan"), "--tokens nan"),
+        (("--global-batch", "-4"), "'--global-batch': -4 is not"),
+        (("--tokens", "-1"), "'--tokens': -1 is not"),
+        (("--tokens", "nan"), "'--tokens': nan is not"),
         (("--tokens", "1e12", "--deadline", "soon"), "--deadline 'soon'"),
-        (("--tokens", "1e12", "--budget", "-5"), "--budget -5"),
-        (("--tokens", "1e12", "--price", "0"), "--price 0"),
-        (("--tokens", "1e12", "--ettr", "2"), "ETTR of 2"),
+        (("--tokens", "1e12", "--budget", "-5"), "'--budget': -5 is not"),
+        (("--tokens", "1e12", "--price", "0"), "'--price': 0 is not"),
+        (("--tokens", "1e12", "--ettr", "2"), "'--ettr': 2 is not a share"),
         (("--tokens", "1e12", "--rate", "llama4"), "known: "),
-        (("--tokens", "1e12", "--power-share", "0"), "power share of 0"),
+        (("--tokens", "1e12", "--power-share", "0"), "'--power-share': 0 is not a share"),
         (("--budget", "5"), "need --tokens"),
         (("--calibrate", "no.json"), "no such file"),
-        (("--mean-square", "-1"), "mean_square -1"),
+        (("--mean-square", "-1"), "'--mean-square': -1 is not"),
         (("--top", "0"), "Invalid value for '--top'"),
     ],
 )
@@ -258,9 +242,14 @@ def test_factors_that_are_no_positive_number_are_refused(
         f'{{"groups": [{{"stack": "x", "device": "H100-SXM-80GB", "precision": "bf16", "factor": {factor}}}]}}'
     )
     assert "factors.json: not what" in refused(capsys, *BASE, "--calibrate", str(path))
-    for text in ("[]", "{}", '{"groups": 3}', '{"groups": [3]}', "[" * 100_000):
+    for text, says in (
+        ("[]", "'groups' is missing"),
+        ('{"x": 1}', "'groups' is missing"),
+        ('{"groups": [3]}', "'stack' is"),
+        ("[" * 9**5, "not JSON"),
+    ):
         path.write_text(text)
-        assert "factors.json: not what" in refused(capsys, *BASE, "--calibrate", str(path))
+        assert says in refused(capsys, *BASE, "--calibrate", str(path))
 
 
 def test_what_cannot_be_written_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +284,11 @@ def test_reasons_name_what_stands_in_the_way(
 def test_a_folder_or_a_config_that_names_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "a folder without config.json" in refused(capsys, "--model", str(tmp_path), "--cluster", "H100x8")
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
-    assert "'model_type' is missing" in refused(capsys, "--model", str(tmp_path), "--cluster", "H100x8")
+    assert "config.json: key 'model_type' is missing" in refused(
+        capsys, "--model", str(tmp_path), "--cluster", "H100x8"
+    )
     cluster = tmp_path / "c.yaml"
     cluster.write_text("device: H100\ngpus: 99999999999\n")
-    assert "'gpus' is 99,999,999,999; at most" in refused(capsys, "--model", "llama3-8b", "--cluster", str(cluster))
+    assert "key 'gpus' is 99999999999; give a whole number of GPUs from 1 to 10,000,000" in refused(
+        capsys, "--model", "llama3-8b", "--cluster", str(cluster)
+    )

@@ -58,7 +58,7 @@ def test_a_row_becomes_the_model_it_names(tmp_path: Path) -> None:
         ({"gpus": ""}, "gpus is blank"),
         ({"hidden": "", "params_total": "", "model": "Secret-9B"}, "hidden is blank"),
         ({"family": "moe", "model": "Secret-9B", "hidden": "", "params_total": ""}, "experts are not known"),
-        ({"tp": "128"}, "is more than 64 GPUs"),
+        ({"tp": "16", "pp": "8"}, "is more than 64 GPUs"),
         ({"layers": "", "params_total": ""}, "layers and params_total are blank"),
     ],
 )

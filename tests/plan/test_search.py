@@ -67,7 +67,7 @@ def test_tensor_parallel_stays_in_the_fast_domain_and_says_so() -> None:
     ("fixed", "says"),
     [
         ({"tp": 3}, "tp=3 does not divide 32 heads; nearest: 1, 2, 4"),
-        ({"ep": 4}, "ep=4 does not divide 0 experts"),
+        ({"ep": 4}, "ep=4 needs a mixture of experts"),
         ({"pp": 64}, "pp=64 is more than the model's 32 layers"),
         ({"tp": 8, "pp": 4}, "the given degrees take 32 GPUs"),
     ],

@@ -195,7 +195,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for wrong, says in (
         (["--losses", str(losses)], "--losses needs --tokens"),
         (["--proxy", "llama3.2-1b"], "--proxy needs --lr"),
-        (["--lr", "-1"], "--lr -1"),
+        (["--lr", "-1"], "'--lr': -1"),
         (["--measured", str(tmp_path / "no")], "no such file"),
         (["--gpus", "3"], "must divide it"),
     ):

@@ -147,7 +147,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run([*base, "--json"], debug=False) == 0
     assert [point["gpus"] for point in json.loads(capsys.readouterr().out)["points"]] == [8, 16]
     for more, says in (
-        (["--bind", "2"], "--bind 2"),
+        (["--bind", "2"], "'--bind': 2"),
         (["--gpus", "8,x"], "'x' is not a number"),
         (["--cluster", "H10O"], "nearest: "),
         (["--model", "llama3.1-405b", "--gpus", "8"], "no number of GPUs runs"),

@@ -110,11 +110,11 @@ def test_the_best_split_is_a_minimum() -> None:
     ("text", "says"),
     [
         ("N,D\n1,2\n", "column 'loss' is missing"),
-        ("N,D,loss\n1e8,x,3\n", ":2: d is 'x'"),
-        ("N,D,loss\n", "no runs"),
+        ("N,D,loss\n1e8,x,3\n", ":2: column d: x is not"),
+        ("N,D,loss\n", "a header and no rows"),
         ("N,D,loss\n" + "1e8,1e9,3\n" * 9, "column N holds 1 values"),
         ("N,D,loss\n1e8,1e9,3\n", "at least 6"),
-        ("N,D,loss\n1e8,1e9,nan\n", "give a positive number"),
+        ("N,D,loss\n1e8,1e9,nan\n", "is not a positive number"),
     ],
 )
 def test_files_without_a_law_say_why(tmp_path: Path, text: str, says: str) -> None:

@@ -11,15 +11,22 @@ import yaml
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
+from headway.cli.plan_numbers import in_path, out_path
 from headway.cli.plan_options import Json, cluster_of, writing
+
+_NAMED = 10  # skipped rows named; --json has them all
 
 
 def calibrate(
     source: Annotated[
-        list[Path], typer.Argument(help="CSV of runs, folders of Headway runs (runs/NAME), or bench peak/comm JSON.")
+        list[Path],
+        typer.Argument(
+            parser=in_path, help="CSV of runs, folders of Headway runs (runs/NAME), or bench peak/comm JSON."
+        ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="Write factors here (JSON, for --calibrate), or the cluster (YAML).")
+        Path | None,
+        typer.Option(parser=out_path, help="Write factors here (JSON, for --calibrate), or the cluster (YAML)."),
     ] = None,
     cluster: Annotated[str, typer.Option(help="With bench JSON: the cluster it was measured on, e.g. H100x64.")] = "",
     json: Json = False,
@@ -42,22 +49,24 @@ def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
     from headway.plan.calibrate import calibrate as run
     from headway.plan.constants import default_constants
     from headway.plan.predict import predict
-    from headway.plan.rows import Case, read_cases
+    from headway.plan.rows import Case, Unscored, read_cases
     from headway.plan.run_case import case_of_run
 
     cases: list[Case] = []
-    unscored = 0
+    skipped: list[tuple[Path, Unscored]] = []
     for path in source:
         if path.is_dir():
             cases.append(case_of_run(path))
         else:
             read, left = read_cases(path)
             cases += read
-            unscored += len(left)
+            skipped += [(path, one) for one in left]
     found = run(cases, default_constants())
     if not found.factors:
-        raise UserError(f"{source[0]}: no row has a plan and a speed ({unscored} could not be read)")
-    content = {"version": 1, "groups": found.to_dict()}
+        first = f"; the first in line {skipped[0][1].line}: {skipped[0][1].reason}" if skipped else ""
+        raise UserError(f"{source[0]}: no row has a plan and a speed ({len(skipped)} could not be read{first})")
+    dropped = [{"file": str(path), "line": one.line, "row": one.row_id, "reason": one.reason} for path, one in skipped]
+    content = {"version": 1, "groups": found.to_dict(), "skipped": dropped}
     if out is not None:
         with writing("--out", out):
             out.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2))
@@ -71,6 +80,10 @@ def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
             print("".join(f"  assumed: {text}\n" for text in case.assumed), end="")
     for group, factor in sorted(found.factors.items()):
         print(f"{' · '.join(group):<52} × {factor:.3f}  from {', '.join(found.rows[group])}")
+    for item in dropped[:_NAMED]:
+        print(f"skipped: {item['file']}:{item['line']}: {item['reason']}")
+    if len(dropped) > _NAMED:
+        print(f"skipped: {len(dropped) - _NAMED} rows more (--json has them)")
     if out is not None:
         print(f"written: {out}")
 
@@ -79,10 +92,10 @@ def _from_bench(source: list[Path], cluster: str, out: Path | None, json: bool) 
     from headway.plan.bench_file import cluster_keys, read_bench
     from headway.plan.constants import default_constants
 
+    entries = [entry for path in source for entry in read_bench(path)]
     if not cluster:
         raise UserError("bench JSON needs --cluster, the machine it was measured on, e.g. --cluster H100x64")
     machines = cluster_of(cluster)
-    entries = [entry for path in source for entry in read_bench(path)]
     keys = cluster_keys(entries, default_constants(), str(source[0]))
     content: dict[str, Any] = {"device": machines.device.name, "gpus": machines.gpus, **keys}
     text = yaml.safe_dump(content, sort_keys=False)

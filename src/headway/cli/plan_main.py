@@ -11,11 +11,14 @@ import typer
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
+from headway.cli.plan_numbers import of, out_path
 from headway.cli.plan_options import (
     Calibrate,
     Fix,
+    GlobalBatch,
     Json,
     MeanSquare,
+    Seq,
     StackName,
     cluster_of,
     factor_of,
@@ -23,6 +26,7 @@ from headway.cli.plan_options import (
     parse_fix,
     writing,
 )
+from headway.plan.numbers import AMOUNT, COUNT, POSITIVE, SHARE
 
 if TYPE_CHECKING:
     from headway.plan.answer import Answer, Question
@@ -34,9 +38,11 @@ def plan(
     cluster: Annotated[
         list[str] | None, typer.Option(help="H100x1024, or a YAML file (docs/plan.md); again for a choice of clusters.")
     ] = None,
-    seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 8192,
-    global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step.")] = 512,
-    tokens: Annotated[float, typer.Option(help="Tokens to train on; gives days, GPU-hours, dollars, energy.")] = 0.0,
+    seq: Seq = 8192,
+    global_batch: GlobalBatch = 512,
+    tokens: Annotated[
+        float, typer.Option(parser=of(AMOUNT), help="Tokens to train on; gives days, GPU-hours, dollars, energy.")
+    ] = 0.0,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp8 or fp4.")] = "bf16",
     mean_square: MeanSquare = None,
     mtp: Annotated[
@@ -45,22 +51,30 @@ def plan(
     fix: Fix = "",
     objective: Annotated[str, typer.Option(help="time, cost or memory.")] = "time",
     deadline: Annotated[str, typer.Option(help="The run must end within, e.g. 30d.")] = "",
-    budget: Annotated[float | None, typer.Option(help="The run must cost at most so many dollars.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(parser=of(POSITIVE), help="The run must cost at most so many dollars.")
+    ] = None,
     price: Annotated[
-        float | None, typer.Option(help="Dollars per GPU and hour, in place of the published typical one.")
+        float | None,
+        typer.Option(parser=of(POSITIVE), help="Dollars per GPU and hour, in place of the published typical one."),
     ] = None,
     rate: Annotated[
         str | None, typer.Option(help="Failures per GPU-day, or a published one: llama3-405b … (plan goodput).")
     ] = None,
-    ettr: Annotated[float | None, typer.Option(help="Productive share of the wall clock, in place of --rate.")] = None,
-    trained_share: Annotated[float, typer.Option(help="Tokens with a label over all tokens.")] = 1.0,
-    power_share: Annotated[float, typer.Option(help="Average draw over the GPU's TDP.")] = 0.8,
+    ettr: Annotated[
+        float | None, typer.Option(parser=of(SHARE), help="Productive share of the wall clock, in place of --rate.")
+    ] = None,
+    trained_share: Annotated[float, typer.Option(parser=of(SHARE), help="Tokens with a label over all tokens.")] = 1.0,
+    power_share: Annotated[float, typer.Option(parser=of(SHARE), help="Average draw over the GPU's TDP.")] = 0.8,
     calibrate: Calibrate = None,
     stack: StackName = "",
-    top: Annotated[int, typer.Option(help="Plans to show.", min=1)] = 5,
+    top: Annotated[int, typer.Option(parser=of(COUNT), help="Plans to show.")] = 5,
     json: Json = False,
     html: Annotated[
-        Path | None, typer.Option(help="Also write a self-contained page: plans, accounts, scaling curve, frontier.")
+        Path | None,
+        typer.Option(
+            parser=out_path, help="Also write a self-contained page: plans, accounts, scaling curve, frontier."
+        ),
     ] = None,
 ) -> int:
     """Find the best parallel plans for a model on a cluster; say how long, how much, and what was ruled out.
@@ -84,9 +98,6 @@ def plan(
         raise UserError(f"--objective {objective!r} is unknown; nearest: {', '.join(near)}")
     if (deadline or budget is not None) and not tokens:
         raise UserError("--deadline and --budget need --tokens, the length of the run")
-    for name, value in (("--budget", budget), ("--price", price)):
-        if value is not None and not 0 < value < 1e15:
-            raise UserError(f"{name} {value:g}: give a positive number of dollars")
     machines = [cluster_of(spec) for spec in cluster]
     if price:
         machines = [replace(one, price_per_hour=price) for one in machines]

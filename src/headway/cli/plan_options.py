@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
 from headway.account.errors import UserError
+from headway.cli.plan_numbers import in_path, of
 from headway.plan.cluster import Cluster, load_cluster
 from headway.plan.layout import Layout
+from headway.plan.numbers import COUNT, LENGTH, SHARE, WHOLE
 from headway.plan.workload import PRECISIONS, Workload, load_model
+
+if TYPE_CHECKING:
+    from headway.plan.calibrate import Calibration
 
 Model = Annotated[str, typer.Option(help="config.json, its folder, or a preset such as llama3-70b.")]
 ClusterSpec = Annotated[str, typer.Option("--cluster", help="H100x1024, or a YAML file (docs/plan.md has its keys).")]
-Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
-GlobalBatch = Annotated[int, typer.Option(help="Sequences per optimizer step.")]
+Seq = Annotated[int, typer.Option(parser=of(COUNT), help="Tokens in a sequence.")]
+GlobalBatch = Annotated[int, typer.Option(parser=of(COUNT), help="Sequences per optimizer step.")]
 PrecisionName = Annotated[str, typer.Option("--precision", help="bf16, fp16, fp8 or fp4.")]
 MeanSquare = Annotated[
-    float | None, typer.Option(help="Packed documents: sum n^2 / sum n over their lengths (attention's length).")
+    float | None,
+    typer.Option(parser=of(LENGTH), help="Packed documents: sum n^2 / sum n over their lengths (attention's length)."),
 ]
 Fix = Annotated[str, typer.Option(help="Parts of the plan that are given, e.g. tp=8,pp=16,recompute=full.")]
-Calibrate = Annotated[Path | None, typer.Option(help="Rows or factors of your own stack (docs/plan.md).")]
+Calibrate = Annotated[
+    Path | None, typer.Option(parser=in_path, help="Rows or factors of your own stack (docs/plan.md).")
+]
 StackName = Annotated[str, typer.Option("--stack", help="Whose factor of --calibrate to use, e.g. nemo.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -69,18 +78,23 @@ def parse_fix(text: str) -> dict[str, Any]:
     return given
 
 
+_CHOICES = {"zero": ("0", "1", "2", "3"), "grad_bytes": ("2", "4", "6"), "optimizer_bits": ("8", "32")}
+
+
 def _value(key: str, text: str, kind: Any) -> Any:
     if kind is bool:
         if text.casefold() not in ("true", "false", "1", "0"):
             raise UserError(f"--fix {key}={text}: give true or false")
         return text.casefold() in ("true", "1")
-    if kind is int:
-        least = 0 if key in ("zero", "shard") else 1
-        if not text.isdigit() or int(text) < least:
-            raise UserError(f"--fix {key}={text}: give a whole number of at least {least}")
-        if key == "zero" and int(text) > 3:
-            raise UserError(f"--fix zero={text}: give 0, 1, 2 or 3")
+    if key in _CHOICES:
+        if text not in _CHOICES[key]:
+            raise UserError(f"--fix {key}={text}: give {' or '.join(_CHOICES[key])}")
         return int(text)
+    if kind in (int, float):
+        try:
+            return (SHARE if kind is float else WHOLE if key in ("shard", "etp") else COUNT).read(text)
+        except ValueError as error:
+            raise UserError(f"--fix {key}={text}: {error}") from None
     if text not in get_args(kind):
         near = difflib.get_close_matches(text, get_args(kind), n=2) or get_args(kind)
         raise UserError(f"--fix {key}={text}: nearest: {', '.join(near)}")
@@ -108,15 +122,31 @@ def kind_of(spec: str, gpus: int) -> Cluster:
     return load_cluster(f"{spec}x{gpus}" if bare else spec).with_gpus(gpus)
 
 
+def skipped_line(found: Calibration) -> str:
+    """How many rows of a calibration file could not be read, with the first; "" where all could."""
+    if not found.skipped:
+        return ""
+    first = found.skipped[0]
+    return f"{len(found.skipped)} rows skipped, the first in line {first.line}: {first.reason}"
+
+
 def factor_of(path: Path | None, stack: str, device: str, precision: str) -> float:
     """What --calibrate says of that device and precision; 1 without it. Raises UserError for an unknown --stack."""
     from headway.plan.calibrate import load_calibration
     from headway.plan.constants import default_constants
 
     if path is None:
+        if stack:
+            raise UserError(f"--stack {stack!r} needs --calibrate, the file that holds its factor or its rows")
         return 1.0
     found = load_calibration(path, default_constants())
     stacks = sorted({group[0] for group in found.factors})
+    if not stacks:
+        raise UserError(
+            f"--calibrate {path}: no row can calibrate; {skipped_line(found) or 'none has a plan and a speed'}"
+        )
+    if found.skipped:
+        print(f"--calibrate {path}: {skipped_line(found)}", file=sys.stderr)
     name = stack or (stacks[0] if len(stacks) == 1 else "")
     if name not in stacks:
         raise UserError(f"--stack {stack!r} is not in {path}; there are: {', '.join(stacks)}")

@@ -10,6 +10,7 @@ import typer
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
+from headway.cli.plan_numbers import in_path, of, out_path
 from headway.cli.plan_options import (
     ClusterSpec,
     Fix,
@@ -23,6 +24,7 @@ from headway.cli.plan_options import (
     parse_fix,
     writing,
 )  # fmt: skip
+from headway.plan.numbers import COUNT, GPUS, POSITIVE
 
 if TYPE_CHECKING:
     from headway.plan.measured_run import MeasuredRun
@@ -34,21 +36,32 @@ if TYPE_CHECKING:
 def shrink(
     target: Annotated[str, typer.Option(help="The large model: config.json, its folder, or a preset.")],
     cluster: ClusterSpec,
-    gpus: Annotated[int, typer.Option(help="GPUs of the small run.", min=1)] = 16,
+    gpus: Annotated[int, typer.Option(parser=of(GPUS), help="GPUs of the small run.")] = 16,
     seq: Seq = 8192,
     global_batch: GlobalBatch = 512,
     precision: PrecisionName = "bf16",
     mean_square: MeanSquare = None,
     fix: Fix = "",
     measured: Annotated[
-        Path | None, typer.Option(help="The small run's folder, or its account (JSON): corrects the large prediction.")
+        Path | None,
+        typer.Option(
+            parser=in_path, help="The small run's folder, or its account (JSON): corrects the large prediction."
+        ),
     ] = None,
-    write_config: Annotated[Path | None, typer.Option(help="Write the small model's config.json here.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Best learning rate of the small run (or of --proxy).")] = None,
+    write_config: Annotated[
+        Path | None, typer.Option(parser=out_path, help="Write the small model's config.json here.")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(parser=of(POSITIVE), help="Best learning rate of the small run (or of --proxy).")
+    ] = None,
     proxy: Annotated[str, typer.Option(help="The model --lr was found with, if it is another (narrower) one.")] = "",
-    proxy_batch: Annotated[int | None, typer.Option(help="Its sequences a step.")] = None,
-    losses: Annotated[Path | None, typer.Option(help="CSV of small runs, columns N,D,loss: fits L(N, D).")] = None,
-    tokens: Annotated[float | None, typer.Option(help="Tokens of the large run, for the loss.")] = None,
+    proxy_batch: Annotated[int | None, typer.Option(parser=of(COUNT), help="Its sequences a step.")] = None,
+    losses: Annotated[
+        Path | None, typer.Option(parser=in_path, help="CSV of small runs, columns N,D,loss: fits L(N, D).")
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(parser=of(POSITIVE), help="Tokens of the large run, for the loss.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Find the small run with the large one's time breakdown; with --measured, correct the large prediction by it.
@@ -62,7 +75,7 @@ def shrink(
     from headway.plan.transfer import scale_of, transfer
     from headway.plan.workload import load_config, load_model
 
-    if losses is not None and (tokens is None or not 0 < tokens < 1e20):
+    if losses is not None and tokens is None:
         raise UserError("--losses needs --tokens, what the large run is to be trained on, e.g. 15e12")
     if proxy and lr is None:
         raise UserError("--proxy needs --lr, the best learning rate found with it")

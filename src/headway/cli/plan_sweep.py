@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from headway.cli.output import print_json
+from headway.cli.plan_numbers import of
 from headway.cli.plan_options import (
     Calibrate,
     Fix,
@@ -22,6 +23,7 @@ from headway.cli.plan_options import (
     make_workload,
     parse_fix,
 )  # fmt: skip
+from headway.plan.numbers import AMOUNT, INSIDE
 from headway.plan.sweep import Sweep
 
 
@@ -37,8 +39,10 @@ def sweep(
     weak: Annotated[
         bool, typer.Option("--weak", help="The batch grows with the GPUs (from the first number).")
     ] = False,
-    bind: Annotated[float, typer.Option(help="A wall binds where it costs this share of the step.")] = 0.2,
-    tokens: Annotated[float, typer.Option(help="Tokens to train on; adds days and dollars.")] = 0.0,
+    bind: Annotated[
+        float, typer.Option(parser=of(INSIDE), help="A wall binds where it costs this share of the step.")
+    ] = 0.2,
+    tokens: Annotated[float, typer.Option(parser=of(AMOUNT), help="Tokens to train on; adds days and dollars.")] = 0.0,
     calibrate: Calibrate = None,
     stack: StackName = "",
     json: Json = False,

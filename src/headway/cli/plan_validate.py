@@ -11,19 +11,23 @@ import typer
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.plan_options import Json
+from headway.cli.plan_numbers import in_path, of
+from headway.cli.plan_options import Json, skipped_line
+from headway.plan.numbers import WHOLE
 
 _NAMED = 4  # rows named for each reason; --json has them all
 
 
 def validate(
-    rows: Annotated[Path, typer.Argument(help="CSV of runs; docs/plan.md lists the columns.")],
+    rows: Annotated[Path, typer.Argument(parser=in_path, help="CSV of runs; docs/plan.md lists the columns.")],
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="CSV whose rows may calibrate (at most 3 a stack, device and precision), or JSON."),
+        typer.Option(
+            parser=in_path, help="CSV whose rows may calibrate (at most 3 a stack, device and precision), or JSON."
+        ),
     ] = None,
     by: Annotated[str, typer.Option(help="source, stack, device, precision, model or group.")] = "source",
-    worst: Annotated[int, typer.Option(help="Also list the rows with the largest errors.")] = 0,
+    worst: Annotated[int, typer.Option(parser=of(WHOLE), help="Also list the rows with the largest errors.")] = 0,
     json: Json = False,
 ) -> None:
     """Predict every row of a CSV and show the errors: step time, memory, and what could not be scored and why.
@@ -71,9 +75,13 @@ def validate(
         f"{len(found.unscored)} skipped because they cannot be predicted, "
         f"{sum(map(len, left.values())) - len(found.unscored)} predicted but not judged"
     )
+    lines = {one.row_id: f"{one.row_id} in line {one.line}" for one in found.unscored if rows.name not in one.row_id}
     for reason, ids in left.items():
+        named = [lines.get(one, one) for one in ids[:_NAMED]]
         more = ", …" if len(ids) > _NAMED else ""
-        print(f"not judged: {len(ids):4d}  {reason} ({', '.join(ids[:_NAMED])}{more})")
+        print(f"not judged: {len(ids):4d}  {reason} ({', '.join(named)}{more})")
+    if factors.skipped:
+        print(f"calibration: {skipped_line(factors)}")
     ordered = sorted(found.judged(), key=lambda one: -abs(one.error or 0))
     for one in ordered[:worst]:
         print(f"{one.case.row_id} {one.case.work.name} {one.case.layout.describe()}: {one.error:+.0%}")

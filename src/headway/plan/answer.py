@@ -123,13 +123,17 @@ class Answer:
         deadline, budget = self.question.deadline_s, self.question.budget
         if deadline is not None:
             soonest = min(self.options, key=lambda option: option.wall_s)
-            text = f"no plan meets the deadline: the fastest takes {days(soonest.wall_s)}"
+            text = f"no plan meets the deadline of {days(deadline)}: the fastest takes {days(soonest.wall_s)}"
             yield f"cheapest in time: {self.cheapest.line()}" if self.cheapest else text
         if budget is not None:
             costs = [option.dollars for option in self.options if option.dollars is not None]
             text = f"the cheapest costs {min(costs):,.0f} dollars" if costs else "no price is known (--price)"
             fastest = self.fastest
-            yield f"fastest within the budget: {fastest.line()}" if fastest else f"no plan meets the budget: {text}"
+            yield (
+                f"fastest within the budget: {fastest.line()}"
+                if fastest
+                else f"no plan meets the budget of {budget:,.0f} dollars: {text}"
+            )
         if self.torn:
             yield "no plan meets both: the cheapest in time costs more than the budget"
 

@@ -16,6 +16,7 @@ import orjson
 
 from headway.account.errors import UserError
 from headway.plan.constants import Constants
+from headway.plan.numbers import POSITIVE
 
 # Bytes on the wire of a rank over the buffer's, for n ranks (see collectives.py).
 _VOLUME = {
@@ -98,6 +99,7 @@ def _latency(entries: Sequence[Mapping[str, Any]], speed: float, where: str) -> 
 
 def _positive(item: Mapping[str, Any], key: str, where: str) -> float:
     value = item.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e24:
-        raise UserError(f"{where}: key {key!r} is {value!r}; give a positive number")
-    return float(value)
+    try:
+        return POSITIVE.read(value)
+    except ValueError:
+        raise UserError(f"{where}: key {key!r} is {value!r}; give {POSITIVE.says}") from None

@@ -12,13 +12,14 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headway.account.errors import UserError
 from headway.plan.constants import Constants
+from headway.plan.numbers import Kind
 from headway.plan.predict import predict
-from headway.plan.rows import Case, read_cases
+from headway.plan.rows import Case, Unscored, read_cases
 
 Group = tuple[str, str, str]
 ROWS_PER_GROUP = 3
@@ -33,10 +34,11 @@ RELATED = 0.5
 
 @dataclass(frozen=True)
 class Calibration:
-    """Factors by group, with the rows each rests on."""
+    """Factors by group, with the rows each rests on; `skipped` are rows of the file that could not be read."""
 
     factors: Mapping[Group, float]
     rows: Mapping[Group, tuple[str, ...]]
+    skipped: tuple[Unscored, ...] = ()
 
     def factor(self, group: Group) -> float:
         """What a prediction for that group is multiplied by."""
@@ -124,23 +126,45 @@ def calibrate(cases: Sequence[Case], constants: Constants) -> Calibration:
     return Calibration(factors, rows)
 
 
-def _factor(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-3 < value < 1e3:
-        raise ValueError(f"factor {value!r} is no positive number")
-    return float(value)
+_FACTOR = Kind(1e-3, 1e3, "a number between 0.001 and 1000", open=True)
 
 
 def load_calibration(path: Path, constants: Constants) -> Calibration:
     """From a rows CSV, or from what `headway plan calibrate --out` wrote. Raises UserError where neither fits."""
     if path.suffix != ".json":
-        cases, _ = read_cases(path)
-        return calibrate(cases, constants)
+        cases, skipped = read_cases(path)
+        return replace(calibrate(cases, constants), skipped=tuple(skipped))
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        groups = {(item["stack"], item["device"], item["precision"]): item for item in content["groups"]}
-        factors = {group: _factor(item["factor"]) for group, item in groups.items()}
+        content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise UserError(f"--calibrate {path}: no such file") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"--calibrate {path}: not what `headway plan calibrate --out` writes ({error})") from None
-    return Calibration(factors, {group: tuple(item.get("rows", ())) for group, item in groups.items()})
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"--calibrate {path}: not JSON ({error})") from None
+    try:
+        return _from_json(content)
+    except ValueError as error:
+        what = "not what `headway plan calibrate --out` writes"
+        raise UserError(f"--calibrate {path}: {what}: {error}") from None
+
+
+def _from_json(content: object) -> Calibration:
+    """Raises ValueError naming the key that is missing or wrong."""
+    groups = content.get("groups") if isinstance(content, dict) else None
+    if not isinstance(groups, list) or not groups:
+        raise ValueError("key 'groups' is missing, or is no list of groups")
+    factors: dict[Group, float] = {}
+    rows: dict[Group, tuple[str, ...]] = {}
+    for place, item in enumerate(groups):
+        for key in ("stack", "device", "precision"):
+            if not isinstance(item, dict) or not isinstance(item.get(key), str):
+                raise ValueError(f"groups[{place}]: key {key!r} is missing, or is no text")
+        group = (item["stack"], item["device"], item["precision"])
+        factor, used = item.get("factor"), item.get("rows", [])
+        try:
+            factors[group] = _FACTOR.read(factor)
+        except ValueError:
+            raise ValueError(f"groups[{place}]: key 'factor' is {factor!r}; give {_FACTOR.says}") from None
+        if not isinstance(used, list):
+            raise ValueError(f"groups[{place}]: key 'rows' is {used!r}; give a list of row ids")
+        rows[group] = tuple(map(str, used))
+    return Calibration(factors, rows)

@@ -13,6 +13,7 @@ import yaml
 
 from headway.account.errors import UserError
 from headway.plan.cluster import Device
+from headway.plan.numbers import AMOUNT
 
 Verdict = Literal["fits", "does not fit", "follows", "possible", "impossible"]
 
@@ -162,9 +163,6 @@ def _known(key: str, keys: Sequence[str], where: str) -> None:
 
 def _number(value: Any, where: str) -> float:
     try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{where} is {value!r}; give a number") from error
-    if not 0 <= number < 1e30 or isinstance(value, bool):
-        raise UserError(f"{where} is {value!r}; give a number of zero or more")
-    return number
+        return AMOUNT.read(value)
+    except ValueError:
+        raise UserError(f"{where} is {value!r}; give {AMOUNT.says}") from None

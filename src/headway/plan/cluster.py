@@ -16,10 +16,10 @@ import yaml
 
 from headway.account.errors import UserError
 from headway.plan.device_names import match_device
+from headway.plan.numbers import COUNT, GPUS, POSITIVE, Kind
 
 # One GPU's share of a node's network where no figure is known: one 400 Gb/s port, what an H100 node commonly has.
 _INTER_NODE = 50e9
-_MOST_GPUS = 10**7
 _KEYS = (
     "device", "gpus", "gpus_per_node", "domain", "inter_node_gbs", "oversubscription", "rail",
     "memory_gb", "bandwidth_gbs", "link_gbs", "bf16_tflops", "fp8_tflops", "fp4_tflops",
@@ -181,9 +181,7 @@ def cluster_from(content: Mapping[str, Any], where: str = "cluster") -> Cluster:
         link=_positive(content, "link_gbs", where, device.link / 1e9) * 1e9,
     )
     per_node = _whole(content, "gpus_per_node", where, 0) or None
-    gpus = _whole(content, "gpus", where)
-    if gpus > _MOST_GPUS:
-        raise UserError(f"{where}: key 'gpus' is {gpus:,}; at most {_MOST_GPUS:,}")
+    gpus = _whole(content, "gpus", where, kind=GPUS)
     cluster = make_cluster(device, gpus, per_node)
     return replace(
         cluster,
@@ -204,10 +202,15 @@ def cluster_from(content: Mapping[str, Any], where: str = "cluster") -> Cluster:
 def _positive(content: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
     if key not in content and default is not None:
         return default
-    value = content[key]
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e12:
-        raise UserError(f"{where}: key {key!r} is {value!r}; give a positive number")
-    return float(value)
+    return _number(content[key], key, where, POSITIVE)
+
+
+def _number(value: object, key: str, where: str, kind: Kind) -> float:
+    """What a key holds; text too, for YAML takes 1e3 for a word."""
+    try:
+        return kind.read(value)
+    except ValueError:
+        raise UserError(f"{where}: key {key!r} is {value!r}; give {kind.says}") from None
 
 
 def _flag(content: Mapping[str, Any], key: str, where: str) -> bool:
@@ -217,11 +220,8 @@ def _flag(content: Mapping[str, Any], key: str, where: str) -> bool:
     return value
 
 
-def _whole(content: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    value = _positive(content, key, where, default)
-    if value != int(value):
-        raise UserError(f"{where}: key {key!r} is {value:g}; give a whole number")
-    return int(value)
+def _whole(content: Mapping[str, Any], key: str, where: str, default: int | None = None, kind: Kind = COUNT) -> int:
+    return default if key not in content and default is not None else int(_number(content[key], key, where, kind))
 
 
 def _split(spec: str) -> tuple[str, int]:
@@ -232,8 +232,8 @@ def _split(spec: str) -> tuple[str, int]:
     name, gpus = found[0], int(found[1][:12])
     if gpus < 1:
         raise UserError(f"--cluster {spec!r}: say device and number, e.g. H100x1024, or name a .yaml file")
-    if gpus > _MOST_GPUS:
-        raise UserError(f"--cluster {spec!r}: at most {_MOST_GPUS:,} GPUs")
+    if gpus > GPUS.most:
+        raise UserError(f"--cluster {spec!r}: at most {GPUS.most:,} GPUs")
     return name, gpus
 
 

@@ -125,8 +125,12 @@ def _span_text() -> str:
 
 
 def parse(text: str) -> FailureRate:
-    """A number per GPU-day, or the name of a published rate."""
+    """A number per GPU-day, or the name of a published rate. Raises UserError naming --rate."""
     try:
-        return given(float(text))
+        number = float(text)
     except ValueError:
-        return named(text)
+        number = None
+    try:
+        return named(text) if number is None else given(number)
+    except UserError as error:
+        raise UserError(f"--rate {text!r}: {error}") from None

@@ -32,9 +32,13 @@ class Figure:
         return self.model / self.published - 1
 
     def line(self) -> str:
-        bound = "> " if self.relation == ">" else ""
+        if self.relation == ">":
+            holds = "holds" if self.model >= self.published else f"does not hold, {self.error:+.1%}"
+            return (
+                f"{self.what}: published > {self.published:g} {self.unit}, model {self.model:.4g} {self.unit} ({holds})"
+            )
         note = "; solved from this figure" if self.solved else ""
-        values = f"published {bound}{self.published:g} {self.unit}, model {self.model:.4g} {self.unit}"
+        values = f"published {self.published:g} {self.unit}, model {self.model:.4g} {self.unit}"
         return f"{self.what}: {values} ({self.error:+.1%}{note})"
 
 

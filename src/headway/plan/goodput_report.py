@@ -12,6 +12,7 @@ from headway.account.account import Account
 from headway.account.errors import UserError
 from headway.plan.goodput import Goodput, Reliability, Tier, band, predict
 from headway.plan.goodput_sim import Spread, simulate_many
+from headway.plan.numbers import AMOUNT, PART, POSITIVE
 
 _KEYS = {"save": "save_s", "lag": "lag_s", "load": "load_s", "survives": "survives", "interval": "interval_s"}
 
@@ -97,11 +98,7 @@ def report(job: Reliability, work_s: float, price: float | None, repair_s: float
         raise UserError(f"{work_s / 86400} days of work: give more than zero")
     found = predict(job)
     if found.ettr < 1e-3:
-        raise UserError(
-            f"one failure every {1 / job.per_s:.0f} s, and recovery takes "
-            f"{job.detect_s + job.restart_s + job.tiers[-1].load_s:.0f} s: such a run never gets on; "
-            "shorten recovery, or use fewer GPUs"
-        )
+        raise UserError(_why_never(job))
     worst, best = band(job)
     worth = tuple(sorted(_worth(job, found, work_s), key=lambda item: -item.points))
     node_failures_s = job.rate.mean * job.gpus / 86400
@@ -109,6 +106,21 @@ def report(job: Reliability, work_s: float, price: float | None, repair_s: float
     account = found.account(work_s)
     spares = _spares(node_failures_s * repair_s)
     return GoodputReport(job, work_s, found, worst, best, account, worth, spares, repair_s, price, runs)
+
+
+def _why_never(job: Reliability) -> str:
+    """What of a job that never gets on is too long for its failures: the largest of what must pass between two."""
+    last = job.tiers[-1]
+    recovery = job.detect_s + job.restart_s + last.load_s
+    parts = {
+        f"recovery takes {recovery:.3g} s": (recovery, "shorten recovery"),
+        f"a step takes {job.step_s:.3g} s, and only whole ones can be saved": (job.step_s, "shorten the step"),
+        f"a save is made every {last.interval_s or 0:.3g} s": (last.interval_s or 0.0, "save more often"),
+        f"a save takes {last.save_s + last.lag_s:.3g} s until it is durable": (last.save_s + last.lag_s, "save faster"),
+    }
+    what = max(parts, key=lambda name: parts[name][0])
+    every = f"one failure every {1 / job.per_s:.3g} s" if job.per_s else "announced restarts alone"
+    return f"{every}, and {what}: such a run never gets on; {parts[what][1]}, or use fewer GPUs"
 
 
 def parse_tier(text: str) -> Tier:
@@ -121,9 +133,9 @@ def parse_tier(text: str) -> Tier:
             near = difflib.get_close_matches(key, _KEYS, n=2, cutoff=0.3) or list(_KEYS)
             raise UserError(f"--tier {text!r}: key {key!r} is unknown; nearest: {', '.join(near)}")
         try:
-            values[_KEYS[key]] = float(number)
+            values[_KEYS[key]] = (PART if key == "survives" else POSITIVE if key == "interval" else AMOUNT).read(number)
         except ValueError as error:
-            raise UserError(f"--tier {text!r}: {key}={number!r} is not a number") from error
+            raise UserError(f"--tier {text!r}: {key}: {error}") from None
     if not name or not colon or "save_s" not in values or "survives" not in values:
         raise UserError(f"--tier {text!r}: write NAME:save=SECONDS,survives=SHARE, e.g. memory:save=1,survives=0.8")
     return Tier(name, **values)
@@ -131,8 +143,6 @@ def parse_tier(text: str) -> Tier:
 
 def last_tier(save: float, lag: float, load: float, interval: float | None) -> Tier:
     """The tier that survives everything."""
-    if interval is not None and not interval > 0:
-        raise UserError(f"--interval {interval}: give more than zero seconds")
     return Tier("storage", save, lag, load, 1.0, interval)
 
 

@@ -121,9 +121,10 @@ def problems(layout: Layout, shape: ModelShape, cluster: Cluster, seq: int, glob
         found.append(f"tp={layout.tp} does not divide {heads} heads; nearest: {_divisors(heads, layout.tp)}")
     if layout.pp * layout.vpp > layers + 2:
         found.append(f"pp={layout.pp} × vpp={layout.vpp} is more than {layers} layers; nearest: pp={layers}")
-    if layout.ep > 1 and (not experts or experts % layout.ep):
-        has = f"{experts} experts" if experts else "a model without experts"
-        found.append(f"ep={layout.ep} does not divide {has}; nearest: {_divisors(experts or 1, layout.ep)}")
+    if layout.ep > 1 and not experts:
+        found.append(f"ep={layout.ep} needs a mixture of experts, and this model is none; nearest: 1")
+    elif layout.ep > 1 and experts % layout.ep:
+        found.append(f"ep={layout.ep} does not divide {experts} experts; nearest: {_divisors(experts, layout.ep)}")
     if layout.ep > 1 and (layout.replicas * layout.tp) % layout.ep:
         found.append(f"ep={layout.ep} does not divide dp·cp·tp = {layout.replicas * layout.tp}")
     if layout.etp > 1 and experts and (layout.replicas * layout.tp) % (layout.ep * layout.etp):

@@ -14,7 +14,7 @@ from typing import Any
 from headway.account.errors import UserError
 from headway.plan.cluster import Cluster
 
-_UNITS = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 POWER_SHARE = 0.8  # of TDP that training draws on average, where nothing was measured; an assumption, printed as one
 
 
@@ -189,12 +189,14 @@ def worth(cost: RunCost, mfu: float, step_s: float, communication_s: float) -> t
 
 def parse_duration(text: str, name: str = "duration") -> float:
     """`30d`, `12h`, `90m`, `2w`, `3.5d` in seconds. Raises UserError with `name`."""
-    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([mhdw])\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([smhdw])\s*", text)
     if not match or float(match[1]) <= 0:
         raise UserError(f"{name} {text!r}: write a number and a unit, e.g. 30d, 12h, 90m or 2w")
     return float(match[1]) * _UNITS[match[2]]
 
 
 def days(seconds: float) -> str:
-    """`34.2 days`, or hours below two days."""
+    """`34.2 days`, hours below two days, seconds below two minutes."""
+    if seconds < 120:
+        return f"{seconds:.3g} seconds"
     return f"{seconds / 86400:.1f} days" if seconds >= 2 * 86400 else f"{seconds / 3600:.1f} hours"

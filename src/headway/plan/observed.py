@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from headway.account.shape import ModelShape
+from headway.plan.row_values import number
 from headway.plan.workload import Workload
 
 
 def observed_step(row: Mapping[str, str], work: Workload, gpus: int) -> tuple[float | None, str]:
     """(seconds or None, how it was derived; "" where it was published as step time or tokens/s)."""
-    step = _number(row.get("step_time_s", ""))
+    step = number(row, "step_time_s")
     if step:
         return step, ""
-    rate = _number(row.get("tokens_per_s_per_gpu", ""))
+    rate = number(row, "tokens_per_s_per_gpu")
     if rate:
         return work.tokens / (rate * gpus), ""
-    tflops, convention = _number(row.get("tflops_per_gpu", "")), row.get("flops_convention", "")
+    tflops, convention = number(row, "tflops_per_gpu"), row.get("flops_convention", "")
     flops = _flops_of(convention, work) if tflops else None
     if tflops and flops:
         return flops / (tflops * 1e12 * gpus), "step time from TFLOP/s by its stated convention"
@@ -46,11 +46,3 @@ def _flops_of(convention: str, work: Workload) -> float | None:
 def _megatron(shape: ModelShape, seq: int, tokens: int) -> float:
     """72·B·s·L·h²(1 + s/6h + V/12Lh) of the model's real matrices (Narayanan et al. 2021, without recompute)."""
     return (6.0 * shape.active_matmul_parameters + 12.0 * len(shape.layers) * shape.hidden * seq) * tokens
-
-
-def _number(text: str) -> float | None:
-    try:
-        value = float(text or "nan")
-    except ValueError:
-        return None
-    return value if math.isfinite(value) and value > 0 else None

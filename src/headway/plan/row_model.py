@@ -34,6 +34,7 @@ def row_model(row: Mapping[str, str]) -> tuple[ModelShape, list[str]]:
         if not total or sizes[0] or 0.5 < shape.parameters / total < 2:  # else another model of a like name
             return shape, [] if sizes[0] else ["sizes from the model's name"]
     assumed: list[str] = []
+    _check_heads(name, sizes)
     if family != "dense" and "moe" in family and total and active and total > 1.2 * active and sizes[0] and sizes[1]:
         return _mixture(sizes, total, active), ["experts from total and active parameters"]
     if family != "dense":
@@ -48,6 +49,13 @@ def row_model(row: Mapping[str, str]) -> tuple[ModelShape, list[str]]:
         assumed.append(f"layers {sizes[0]}, hidden {sizes[1]} from params_total")
     shape, about = _dense(sizes, round(total) if total and total < 1e16 else None)
     return shape, assumed + about
+
+
+def _check_heads(name: str, sizes: tuple[int | None, ...]) -> None:
+    """Raises UserError where nobody could say how wide a head is."""
+    hidden, heads = sizes[1], sizes[3]
+    if hidden and heads and hidden % heads:
+        raise UserError(f"column heads: {heads} does not divide hidden {hidden}, and model {name!r} is no preset")
 
 
 def _hidden_of(total: float) -> int:

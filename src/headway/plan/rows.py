@@ -5,7 +5,6 @@ Columns are those of docs/plan.md; whatever is blank is inferred by one stated r
 
 from __future__ import annotations
 
-import csv
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,11 +27,10 @@ from headway.plan.row_rules import (
     sequence_of,
     unpublished_plan,
 )
-from headway.plan.row_values import Row, number, whole, yes
+from headway.plan.row_values import Row, check_cells, number, whole, yes
 from headway.plan.stacks import layout_defaults, stack_of
+from headway.plan.table import Line, read_table
 from headway.plan.workload import Workload
-
-_MOST_GPUS = 10**7
 
 
 class CannotScore(Exception):
@@ -77,58 +75,39 @@ class Case:
 
 @dataclass(frozen=True)
 class Unscored:
-    """A row that cannot be predicted, and why."""
+    """A row that cannot be predicted, and why; the line of its file (0 where it is from none)."""
 
     row_id: str
     source: str
     reason: str
+    line: int = 0
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """The CSV's rows. Raises UserError when the file is missing, is not text, or has no header of ours."""
-    if path.is_dir():
-        raise UserError(f"{path}: a folder; give a CSV with one row per run (docs/plan.md lists the columns)")
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            first = file.readline()
-            file.seek(0)
-            # Spreadsheets also write semicolons and tabs; the header says which.
-            reader = csv.DictReader(file, restkey="_more", delimiter=max(",;\t", key=first.count))
-            names = {_column(name) for name in reader.fieldnames or ()}
-            rows = [{_column(key): value for key, value in row.items() if isinstance(value, str)} for row in reader]
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"{path}: not a CSV in UTF-8 ({error})") from error
-    if not names:
-        raise UserError(f"{path}: empty; give a CSV with one row per run (docs/plan.md lists the columns)")
-    missing = {"model", "gpu", "gpus"} - names
-    if missing:
-        raise UserError(f"{path}: column {sorted(missing)[0]!r} is missing; docs/plan.md lists the columns")
-    if not rows:
-        raise UserError(f"{path}: a header and no rows")
-    return rows
-
-
-def _column(name: object) -> str:
-    return re.sub(r"[\s\-]+", "_", str(name).strip().casefold())
+def read_rows(path: Path) -> list[Line]:
+    """The CSV's rows. Raises UserError when the file cannot be read as one, or has no header of ours."""
+    what = "give a CSV with one row per run (docs/plan.md lists the columns)"
+    return read_table(path, str(path), ("gpu", "gpus", "model"), what)
 
 
 def read_cases(path: Path) -> tuple[list[Case], list[Unscored]]:
     """Every row as a case or as a reason; never an exception for a row's content."""
     cases: list[Case] = []
     unscored: list[Unscored] = []
-    for line, row in enumerate(read_rows(path), 2):
-        row_id = row.get("row_id") or f"{path.name}:{line}"
+    for line in read_rows(path):
+        row = line.cells
+        row_id = row.get("row_id") or f"{path.name}:{line.number}"
         try:
+            if line.fault:
+                raise CannotScore(line.fault)
             cases.append(make_case(row, row_id))
         except (CannotScore, UserError, ValueError, ZeroDivisionError, OverflowError) as error:
-            unscored.append(Unscored(row_id, row.get("source", ""), str(error)))
+            unscored.append(Unscored(row_id, row.get("source", ""), str(error), line.number))
     return cases, unscored
 
 
 def make_case(row: Row, row_id: str = "") -> Case:
-    """One row as a case. Raises CannotScore or UserError with the reason where it cannot be one."""
+    """One row as a case. Raises CannotScore, UserError or ValueError with the reason where it cannot be one."""
+    check_cells(row)
     assumed: list[str] = []
     stack = stack_of(row.get("source", ""))
     notes = row.get("notes", "")
@@ -136,8 +115,6 @@ def make_case(row: Row, row_id: str = "") -> Case:
     gpus = gpus_of(row, assumed)
     if gpus is None:
         raise CannotScore("column gpus is blank, and dp·tp·pp do not say how many")
-    if gpus > _MOST_GPUS:
-        raise CannotScore(f"column gpus: {gpus} GPUs in one job")
     seq = sequence_of(row, gpus, assumed)
     batch = batch_of(row, gpus, seq, assumed)
     precision = precision_of(row, stack.name, assumed)

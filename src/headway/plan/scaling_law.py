@@ -7,7 +7,6 @@ same fit on resampled runs.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.account.errors import UserError
+from headway.plan.numbers import POSITIVE
+from headway.plan.table import Line, read_table
 
 Array = NDArray[np.float64]
 _HUBER = 1e-3  # relative residual above which a run is an outlier, as in the paper
@@ -71,35 +72,21 @@ class Fit:
 
 
 def read_losses(path: Path) -> tuple[Array, Array, Array]:
-    """(N, D, L) of a CSV with the columns N, D and loss. Raises UserError naming file and line."""
-    if not path.is_file():
-        raise UserError(f"--losses {path}: no such file")
+    """(N, D, L) of a CSV with the columns N, D and loss. Raises UserError naming file, line and column."""
     rows = []
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            names = {str(name).strip().casefold(): name for name in reader.fieldnames or ()}
-            for key in ("n", "d", "loss"):
-                if key not in names:
-                    raise UserError(f"--losses {path}: column {key!r} is missing; write N,D,loss")
-            for number, row in enumerate(reader, 2):
-                rows.append([_number(row.get(names[key]), f"{path}:{number}: {key}") for key in ("n", "d", "loss")])
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise UserError(f"--losses {path}: not a CSV in UTF-8 ({error})") from error
-    if not rows:
-        raise UserError(f"--losses {path}: no runs")
+    for line in read_table(path, f"--losses {path}", ("n", "d", "loss"), "write the columns N,D,loss"):
+        if line.fault:
+            raise UserError(f"--losses {path}:{line.number}: {line.fault}")
+        rows.append([_cell(line, key, path) for key in ("n", "d", "loss")])
     n, d, loss = np.array(rows).T
     return n, d, loss
 
 
-def _number(text: str | None, where: str) -> float:
+def _cell(line: Line, key: str, path: Path) -> float:
     try:
-        value = float(text or "nan")
-    except ValueError:
-        value = math.nan
-    if not (math.isfinite(value) and value > 0):
-        raise UserError(f"--losses {where} is {text!r}; give a positive number")
-    return value
+        return POSITIVE.read(line.cells[key])
+    except ValueError as error:
+        raise UserError(f"--losses {path}:{line.number}: column {key}: {error}") from None
 
 
 def fit_law(n: Array, d: Array, loss: Array, target: tuple[float, float], copies: int = 100, seed: int = 0) -> Fit:

@@ -94,6 +94,10 @@ def _check_given(work: Workload, cluster: Cluster, given: Mapping[str, Any]) -> 
     """Raises UserError for a given degree that no plan can have, with the nearest that one could."""
     heads = max((kind.heads for kind, _ in work.shape.attention_kinds), default=1)
     experts = max((layer.mlp.experts for layer in work.shape.layers if layer.mlp), default=0)
+    if given.get("ep", 1) > 1 and not experts:
+        raise UserError(
+            f"ep={given['ep']} needs a mixture of experts, and {work.name or 'this model'} is none; nearest: 1"
+        )
     for key, whole, what in (("tp", heads, "heads"), ("ep", experts, "experts")):
         value = given.get(key, 1)
         if value > 1 and (not whole or whole % value):

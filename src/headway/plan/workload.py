@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -77,7 +78,13 @@ def model_presets() -> dict[str, dict[str, Any]]:
 def load_model(spec: str | Mapping[str, Any]) -> tuple[str, ModelShape]:
     """(name, shape) of a preset, a config.json, or a folder that holds one. Raises UserError naming what is wrong."""
     name, config = load_config(spec)
-    return name, shape_of(config)
+    try:
+        return name, shape_of(config)
+    except UserError as error:
+        if isinstance(spec, Mapping) or not Path(spec).exists():
+            raise
+        path = Path(spec) / "config.json" if Path(spec).is_dir() else Path(spec)
+        raise UserError(f"--model {path}: {re.sub('^config.json:? ', '', str(error))}") from error
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
