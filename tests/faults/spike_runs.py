@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch.distributed.tensor import DTensor
 
-from headway.account.events import Incident, Quarantined, StepLine
+from headway.account.events import Incident, StepLine
 from headway.account.run_clock import RunClock
 from headway.config.load import load_run
 from headway.record.folder import RunFolder
@@ -43,10 +42,6 @@ class Ran:
     @property
     def incidents(self) -> list[Incident]:
         return read_jsonl(self.folder.incidents, Incident).items
-
-    @property
-    def quarantined(self) -> list[Quarantined]:
-        return read_jsonl(self.folder.quarantine, Quarantined).items
 
 
 def material(folder: Path, **sections: Any) -> Path:
@@ -91,35 +86,3 @@ def weights(run: Run) -> str:
         mine = whole.to_local() if isinstance(whole, DTensor) else whole
         found.update(mine.numpy().tobytes())
     return found.hexdigest()
-
-
-def longest_of(run: Run, step: int) -> int:
-    """The raw document with the most tokens in the batch of a step (counted from 1)."""
-    batch = run.spikes.stream.global_batch(run.position)
-    for _ in range(step - run.step - 1):
-        batch = run.spikes.stream.global_batch(batch.next)
-    return int(batch.documents[np.argmax(batch.lengths)])
-
-
-def rewrite(run: Run, raw: int, tokens: Callable[[np.ndarray], np.ndarray]) -> None:
-    """From here on a document has other tokens."""
-    number, document = run.spikes.stream.view.locate(raw)
-    store = run.spikes.stream.view.stores[number]
-    read = store.tokens
-
-    def planted(doc: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        found = read(doc, start, stop)
-        return tokens(np.array(found)) if doc == document else found
-
-    store.tokens = planted  # type: ignore[method-assign]
-
-
-def garbage(seed: int = 0) -> Callable[[np.ndarray], np.ndarray]:
-    def made(ids: np.ndarray) -> np.ndarray:
-        return np.random.default_rng(seed).integers(0, 320, len(ids)).astype(ids.dtype)
-
-    return made
-
-
-def repeated(token: int = 77) -> Callable[[np.ndarray], np.ndarray]:
-    return lambda ids: np.full_like(ids, token)
