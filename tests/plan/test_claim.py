@@ -131,16 +131,30 @@ def test_a_claim_in_words_and_in_a_file(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["case-1025"], "known by name: case-1024, case-27b"),
         (["gpu=3"], "nearest: gpus"),
-        (["step_s=fast"], "give a number"),
+        (["step_s=fast"], "give a positive number"),
         (["device=H101", "gpus=1", "parameters=1", "global_batch=1", "seq=1", "step_s=1"], "H100-SXM-80GB"),
         (["device=A100", "precision=fp4", "gpus=1", "parameters=1", "global_batch=1", "seq=1", "step_s=1"], "no 'fp4' peak"),
         (["name=x"], "too few figures"),
         (["plans=3"], "list of mappings"),
         (["account=3"], "mapping of numbers"),
-        (["mfu=-1"], "zero or more"),
+        (["mfu=-1"], "mfu is -1; give a share between 0 and 1"),
+        (["gpus=0.5"], "gpus is 0.5; give a whole number of GPUs"),
+        (["plans=[{pp: 0}]"], "plans.pp is 0; give a whole number"),
+        (["account.idle=nan"], "account.idle is 'nan'; give a number of zero or more"),
     ],
 )  # fmt: skip
 def test_bad_claims_are_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert headway(*words) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["gpus", "parameters", "global_batch", "seq", "micro_batch", "micro_batches", "step_s", "later_step_s", "tokens_per_s", "samples",
+     "before.seconds", "before.tokens_per_s", "after.seconds", "after.tokens_per_s", "tp_communication.from", "tp_communication.ratio"],
+)  # fmt: skip
+def test_nothing_that_divides_may_be_nothing(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for value in ("0", "-1", ".nan", ".inf", "true"):
+        assert headway("case-1024", f"{key}={value}") == 2
+        assert f"{key} is " in capsys.readouterr().err

@@ -20,6 +20,7 @@ from headway.cli import plan as plan_commands
 from headway.cli.main import _run
 from headway.plan import numbers
 from headway.plan.calibrate import load_calibration
+from headway.plan.cluster import cluster_from, find_device
 from headway.plan.constants import default_constants
 from headway.plan.goodput_cases import Figure
 from headway.plan.numbers import AMOUNT, COUNT, POSITIVE, SHARE, Kind
@@ -225,6 +226,14 @@ def test_broken_bench_json_is_said_before_anything_else_is_asked(
     path = tmp_path / "bench.json"
     path.write_text("{")
     assert "not JSON" in refused(capsys, "calibrate", str(path))
+
+
+def test_a_given_peak_takes_its_ceiling_along_and_no_ceiling_lies_above_it() -> None:
+    usual, half = find_device("H100"), cluster_from({"device": "H100", "gpus": 8, "bf16_tflops": 494.7}).device
+    assert half.measured["bf16"] / half.rates["bf16"] == pytest.approx(usual.measured["bf16"] / usual.rates["bf16"])
+    assert half.rates["fp16"] == pytest.approx(half.rates["bf16"]) and half.rates["fp8"] == usual.rates["fp8"]
+    with pytest.raises(UserError, match="'measured_bf16_tflops' is 5000, above the peak .bf16_tflops is 989"):
+        cluster_from({"device": "H100", "gpus": 8, "measured_bf16_tflops": 5000})
 
 
 def test_a_deadline_that_cannot_be_met_is_said_with_what_can(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from headway.account.errors import UserError
 from headway.plan.cluster import Device
-from headway.plan.numbers import AMOUNT
+from headway.plan.numbers import AMOUNT, COUNT, GPUS, INSIDE, POSITIVE, Kind
 
 Verdict = Literal["fits", "does not fit", "follows", "possible", "impossible"]
 
@@ -28,6 +28,7 @@ _GROUPS: dict[str, tuple[str, ...] | None] = {
     "after": ("seconds", "tokens_per_s"),
 }
 _PLAN = ("tp", "pp", "dp", "bubble", "vpp")
+_COUNTS = ("gpus", "global_batch", "seq", "micro_batch", "tp", "pp", "dp", "vpp")
 _KEYS = ("name", "device", "devices", "precision", *_NUMBERS, *_GROUPS, "plans")
 
 
@@ -107,7 +108,8 @@ def claim_from(content: Mapping[str, Any], where: str) -> Claim:
         for key in group:
             if keys:
                 _known(str(key), keys, f"{where}: {name}")
-        groups[name] = {str(key): _number(value, f"{where}: {name}.{key}") for key, value in group.items()}
+        kind = AMOUNT if name == "account" else POSITIVE  # a part of a step may be nothing
+        groups[name] = {str(key): _number(value, f"{where}: {name}.{key}", kind) for key, value in group.items()}
     plans = content.get("plans", [])
     if not isinstance(plans, list) or not all(isinstance(plan, Mapping) for plan in plans):
         raise UserError(f"{where}: key 'plans' needs a list of mappings, e.g. [{{tp: 8, pp: 32, bubble: 0.12}}]")
@@ -120,8 +122,8 @@ def claim_from(content: Mapping[str, Any], where: str) -> Claim:
         device=str(content["device"]) if "device" in content else None,
         devices=tuple(map(str, devices if isinstance(devices, list) else [devices])),
         precision=str(content.get("precision", "bf16")),
-        numbers={name: _number(content[name], f"{where}: {name}") for name in _NUMBERS if name in content},
-        plans=tuple({str(k): _number(v, f"{where}: plans.{k}") for k, v in plan.items()} for plan in plans),
+        numbers={name: _number(content[name], f"{where}: {name}", _kind(name)) for name in _NUMBERS if name in content},
+        plans=tuple({str(k): _number(v, f"{where}: plans.{k}", _kind(k)) for k, v in plan.items()} for plan in plans),
         **groups,
     )
 
@@ -161,8 +163,15 @@ def _known(key: str, keys: Sequence[str], where: str) -> None:
         raise UserError(f"{where}: key {key!r} is unknown; nearest: {', '.join(near)}")
 
 
-def _number(value: Any, where: str) -> float:
+def _kind(name: str) -> Kind:
+    """What a figure of this name must be: what divides must not be nothing."""
+    if name in _COUNTS:
+        return GPUS if name == "gpus" else COUNT
+    return INSIDE if name in ("bubble", "mfu") else POSITIVE
+
+
+def _number(value: Any, where: str, kind: Kind) -> float:
     try:
-        return AMOUNT.read(value)
+        return float(kind.read(value))
     except ValueError:
-        raise UserError(f"{where} is {value!r}; give {AMOUNT.says}") from None
+        raise UserError(f"{where} is {value!r}; give {kind.says}") from None

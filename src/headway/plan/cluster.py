@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from headway.plan.numbers import COUNT, GPUS, POSITIVE, Kind
 
 # One GPU's share of a node's network where no figure is known: one 400 Gb/s port, what an H100 node commonly has.
 _INTER_NODE = 50e9
+_ABOVE_PEAK = 1.05  # clocks may exceed what a datasheet promises, not by more
 _KEYS = (
     "device", "gpus", "gpus_per_node", "domain", "inter_node_gbs", "oversubscription", "rail",
     "memory_gb", "bandwidth_gbs", "link_gbs", "bf16_tflops", "fp8_tflops", "fp4_tflops",
@@ -164,14 +166,7 @@ def cluster_from(content: Mapping[str, Any], where: str = "cluster") -> Cluster:
         if key not in content:
             raise UserError(f"{where}: key {key!r} is missing; e.g. device: H100, gpus: 1024")
     device = find_device(str(content["device"]))
-    rates = dict(device.rates)
-    for precision in ("bf16", "fp8", "fp4"):
-        if f"{precision}_tflops" in content:
-            rates[precision] = _positive(content, f"{precision}_tflops", where) * 1e12
-    measured = dict(device.measured)
-    for precision in ("bf16", "fp8"):
-        if f"measured_{precision}_tflops" in content:
-            measured[precision] = _positive(content, f"measured_{precision}_tflops", where) * 1e12
+    rates, measured = _rates(device, content, where)
     device = replace(
         device,
         rates=rates,
@@ -197,6 +192,29 @@ def cluster_from(content: Mapping[str, Any], where: str = "cluster") -> Cluster:
         hop_inside=_positive(content, "link_latency_us", where, 0) * 1e-6 or None,
         hop=_positive(content, "inter_node_latency_us", where, 0) * 1e-6 or None,
     )
+
+
+def _rates(device: Device, content: Mapping[str, Any], where: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Peaks and measured ceilings with what the file says. A given peak takes the device's ceiling along; fp16 goes
+    with bf16, whose units it runs on. Raises UserError for a ceiling above its peak."""
+    rates, measured = dict(device.rates), dict(device.measured)
+    for precision in ("bf16", "fp8", "fp4"):
+        if f"{precision}_tflops" in content:
+            rates[precision] = _positive(content, f"{precision}_tflops", where) * 1e12
+            share = rates[precision] / device.rates.get(precision, rates[precision])
+            if precision in measured:
+                measured[precision] *= share
+            if precision == "bf16" and "fp16" in rates:
+                rates["fp16"] *= share
+    for precision in ("bf16", "fp8"):
+        key = f"measured_{precision}_tflops"
+        if key not in content:
+            continue
+        measured[precision] = _positive(content, key, where) * 1e12
+        if measured[precision] > _ABOVE_PEAK * rates.get(precision, math.inf):
+            peak = f"{precision}_tflops is {rates[precision] / 1e12:g}"
+            raise UserError(f"{where}: key {key!r} is {content[key]}, above the peak ({peak}): one of them is wrong")
+    return rates, measured
 
 
 def _positive(content: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
