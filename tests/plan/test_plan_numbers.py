@@ -232,7 +232,7 @@ def test_a_given_peak_takes_its_ceiling_along_and_no_ceiling_lies_above_it() -> 
     usual, half = find_device("H100"), cluster_from({"device": "H100", "gpus": 8, "bf16_tflops": 494.7}).device
     assert half.measured["bf16"] / half.rates["bf16"] == pytest.approx(usual.measured["bf16"] / usual.rates["bf16"])
     assert half.rates["fp16"] == pytest.approx(half.rates["bf16"]) and half.rates["fp8"] == usual.rates["fp8"]
-    with pytest.raises(UserError, match="'measured_bf16_tflops' is 5000, above the peak .bf16_tflops is 989"):
+    with pytest.raises(UserError, match="'measured_bf16_tflops' is 5000, above the peak"):
         cluster_from({"device": "H100", "gpus": 8, "measured_bf16_tflops": 5000})
 
 
