@@ -124,6 +124,8 @@ def test_weak_scaling_grows_the_batch_and_keeps_its_efficiency() -> None:
 def test_plots_put_the_ends_into_the_corners() -> None:
     rows = log_plot({"plan": [(8, 10.0), (64, 80.0)]}, "GPUs", "tokens/s", width=20, height=5)
     assert rows[1].endswith("p") and rows[5].split("|")[1] == "p" and "64" in rows[-1]
+    marked = log_plot({"plan": [(8, 10.0), (64, 80.0)]}, "GPUs", "y", 20, 5, marks={"wall": 64.0, "beyond": 99.0})
+    assert marked[-2].endswith(" " * 19 + "W") and "W wall" in marked[0] and "beyond" not in marked[0]
     assert log_plot({"none": [(0, 1.0), (1, math.nan)]}, "x", "y") == []
 
 

@@ -83,8 +83,9 @@ def _lines(found: Sweep) -> list[str]:
             f"{one.mfu:>6.1%} {point.communication:>6.1%} {bubble:>7.1%}  {one.layout.describe()}{run}"
         )
     real = [(float(p.gpus), p.found.tokens_per_s) for p in found.points if p.found]
+    walls = {wall.name: wall.gpus for wall in found.walls if wall.gpus is not None}
     ideal = [(gpus, found.best_per_gpu * gpus) for gpus, _ in real]
-    rows += ["", *log_plot({"plan": real, "ideal": ideal}, "GPUs", "tokens/s"), ""]
+    rows += ["", *log_plot({"plan": real, "ideal": ideal}, "GPUs", "tokens/s", marks=walls), ""]
     rows += [f"{wall.name}: {wall.says}" for wall in found.walls]
     return rows
 

@@ -120,6 +120,10 @@ class Answer:
         unpriced = sorted({one.detail.cluster.device.name for one in self.options if one.dollars is None})
         if unpriced and any(one.dollars is not None for one in self.options):
             yield f"  not compared, no price known (price_per_hour in the cluster's file): {', '.join(unpriced)}"
+        yield from self.limits()
+
+    def limits(self) -> Iterator[str]:
+        """What --deadline and --budget come to: the plan to buy, or how far the nearest one is from them."""
         deadline, budget = self.question.deadline_s, self.question.budget
         if deadline is not None:
             soonest = min(self.options, key=lambda option: option.wall_s)

@@ -77,7 +77,7 @@ def _place(value: float, ends: tuple[float, float], first: float, last: float) -
 
 
 def _ticks(ends: tuple[float, float]) -> list[float]:
-    """At most seven round numbers: powers of ten, else also halves and fifths, else powers of two."""
+    """At most seven round numbers: powers of ten, else also halves and fifths, else even steps of the last digit."""
     low, high = math.exp(ends[0]), math.exp(ends[1])
     for steps in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)):
         first = math.floor(math.log10(low))
@@ -85,7 +85,11 @@ def _ticks(ends: tuple[float, float]) -> list[float]:
         found = [value for value in found if low <= value <= high]
         if len(found) >= 3:
             break
-    return found[:: -(-len(found) // 7)] if found else [math.sqrt(low * high)]
+    if len(found) < 3:
+        step = 10.0 ** math.floor(math.log10((high - low) / 2))
+        step *= max(factor for factor in (1, 2, 5) if (high - low) / (factor * step) >= 2)
+        found = [step * count for count in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return found[:: -(-len(found) // 7)]
 
 
 def _label(value: float) -> str:
