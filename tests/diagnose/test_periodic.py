@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from headway.account.events import StepLine, TraceLine
 from headway.account.tree import STEP
 from headway.diagnose import periodic
+from headway.diagnose.announcement import Announcement
 from headway.diagnose.background import compress, wait_for_ranks
 from headway.diagnose.job import Options, read_job
 from headway.diagnose.open import open_diagnosis
@@ -89,7 +91,8 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path, capsys: pyt
         (1000, 1, 400, 1.0, [1000, 2000, 3000, 4000, 5000]),  # 0.25 %
         (1000, 1, 40, 1.0, [3000, 5000]),  # 40 s a thousand steps: the first 100 s are too short for any
         (1000, 1, 40, 3.0, [3000]),
-        (1000, 2, 40, 3.0, [1000, 2000, 3000, 4000, 5000]),  # ranks cannot agree on what to leave out
+        (1000, 2, 400, 1.0, [1000, 2000, 3000, 4000, 5000]),
+        (1000, 2, 40, 3.0, [3000]),  # the first rank decides, the second follows
         (50, 1, 400, 9.0, list(range(50, 5001, 50))),  # who asks for so many gets them
     ],
 )
@@ -104,21 +107,34 @@ def test_traces_stay_within_their_share_of_a_long_run(
 ) -> None:
     now = [0]
     monkeypatch.setattr(periodic.time, "perf_counter_ns", lambda: now[0])
-    hook = PeriodicTrace(HookPlace(tmp_path, 0, ranks, 0, StepClock("cpu")), every=every, steps=1)
-    begun = []
+    hooks = [PeriodicTrace(HookPlace(tmp_path, rank, ranks, 0, StepClock("cpu")), every, 1) for rank in range(ranks)]
+    begun: list[list[int]] = [[] for _ in hooks]
 
-    def begin(step: int) -> None:
-        begun.append(step)
-        hook._spent_ns += int(cost_s * 1e9)
-        hook._expected_ns = int(cost_s * 1e9)
+    def begin(rank: int, step: int) -> None:
+        begun[rank].append(step)
+        if rank == 0:  # the others never learn what traces cost
+            hooks[0]._spent_ns += int(cost_s * 1e9)
+            hooks[0]._expected_ns = int(cost_s * 1e9)
 
-    monkeypatch.setattr(hook, "_begin", begin)
+    for rank, hook in enumerate(hooks):
+        monkeypatch.setattr(hook, "_begin", partial(begin, rank))
     for step in range(1, 5001):
         now[0] += step_ms * 1_000_000
-        hook.begin_step(step)
-    assert begun == traced
-    if ranks == 1 and every >= 100:
-        assert len(begun) * cost_s <= 0.01 * now[0] / 1e9 + cost_s
+        for rank in sorted(range(ranks), reverse=step % 2 == 0):  # whoever comes first
+            hooks[rank].begin_step(step)
+    assert begun == [traced] * ranks
+    if every >= 100:
+        assert len(traced) * cost_s <= 0.01 * now[0] / 1e9 + cost_s
+
+
+def test_an_announcement_of_an_earlier_session_is_taken_back(tmp_path: Path) -> None:
+    said = Announcement(tmp_path / "traces")
+    said.decide(2000, True)
+    assert said.is_for(2000) and not said.is_for(1000)
+    Announcement(tmp_path / "traces").decide(2000, False)
+    assert not said.is_for(2000)
+    (tmp_path / "traces" / "next").write_text("half a li")
+    assert not said.is_for(2000)
 
 
 def test_what_the_background_took_is_written_down(traced: Path) -> None:

@@ -19,6 +19,7 @@ from headway.bench.planted_causes import CAUSES, Cause, Planted
 from headway.diagnose.diagnosis import diagnose_job
 from headway.diagnose.efficiency import with_efficiency
 from headway.diagnose.job import read_job
+from headway.diagnose.quiet import quiet_profiler
 from headway.diagnose.said import Said
 
 # Of the predicted ranges, how many must contain what was measured.
@@ -73,6 +74,7 @@ def calibrate(causes: Sequence[Cause] = CAUSES, rounds: int = 7, say: Say = prin
     """Every cause in turn. A round is a profile of the loop that has it, and blocks of its steps and of steps without
     it in turn, so that the noise of a shared machine meets all of them. One thread computes."""
     torch.set_num_threads(1)
+    quiet_profiler()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True):
         pass  # a process's first recording takes longer than any step
     found = []

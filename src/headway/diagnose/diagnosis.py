@@ -38,6 +38,7 @@ from headway.diagnose.findings import (
 )
 from headway.diagnose.findings.memory import of_snapshot
 from headway.diagnose.findings.of_run import available, findings_of_run
+from headway.diagnose.recording import without_recording
 from headway.diagnose.run_facts import RunFacts
 from headway.diagnose.snapshot import MemoryFacts
 from headway.diagnose.view import View
@@ -217,7 +218,7 @@ def _peak(device: DeviceFacts) -> float | None:
 
 
 def findings_of(case: Case) -> list[Finding]:
-    return [finding for find in FINDERS for finding in find(case)]
+    return [without_recording(finding, case.view) for find in FINDERS for finding in find(case)]
 
 
 def diagnose_run(
@@ -269,7 +270,8 @@ def scaled_to(item: Finding, wall_ns: int) -> Finding:
     factor = wall_ns / item.wall_ns if item.wall_ns else 0.0
     claims = {f"trace.{path}": int(ns * factor) for path, ns in item.claims.items()}
     lower = min(int(item.lower_ns * factor), sum(claims.values()))
-    return dataclasses.replace(item, claims=claims, lower_ns=lower, wall_ns=wall_ns)
+    recorded = int((item.recorded_ns or 0) * factor)
+    return dataclasses.replace(item, claims=claims, lower_ns=lower, wall_ns=wall_ns, recorded_ns=recorded)
 
 
 def _fall(account: Account, flops: Flops, peak: float | None = None) -> Waterfall | None:

@@ -29,6 +29,8 @@ class Finding:
         symptom: what its user notices first, where it is one of SYMPTOMS.
         gain_known: False for a cause whose price cannot be told from what was read.
         change: run-file keys and exact values, where what was read says more than the registered remedy.
+        recorded_ns: what recording a trace took of the window beside the claims, at most: an ordinary step has none of
+            it, so the upper bound is a share of what is left. None where nobody has asked yet (`diagnose.recording`).
     """
 
     name: str
@@ -43,6 +45,7 @@ class Finding:
     symptom: str = ""
     gain_known: bool = True
     change: Mapping[str, Any] = field(default_factory=dict)
+    recorded_ns: int | None = None
 
     def __post_init__(self) -> None:
         if min(self.claims.values(), default=0) < 0 or self.lower_ns < 0:
@@ -61,7 +64,8 @@ class Finding:
         """Share of the window won back, (low, high), 0 to 1."""
         if not self.wall_ns:
             return 0.0, 0.0
-        return min(1.0, self.lower_ns / self.wall_ns), min(1.0, self.upper_ns / self.wall_ns)
+        ordinary = max(1, self.wall_ns - (self.recorded_ns or 0))
+        return min(1.0, self.lower_ns / self.wall_ns), min(1.0, self.upper_ns / ordinary)
 
     def proposal(self) -> Remedy:
         """The registered remedy with this finding's gain and evidence."""
@@ -77,6 +81,7 @@ class Finding:
             "low_ns": self.lower_ns,
             "high_ns": self.upper_ns,
             "claims": dict(self.claims),
+            "recorded_ns": self.recorded_ns or 0,
             "evidence": list(self.evidence),
             "check": self.check,
             "symptom": self.symptom,

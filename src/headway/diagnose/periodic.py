@@ -23,6 +23,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headway.account.events import Line, TraceLine
+from headway.diagnose.announcement import Announcement
+from headway.diagnose.quiet import quiet_profiler
 from headway.record.files import read_json
 from headway.record.folder import RunFolder
 from headway.train.hook import HookPlace
@@ -34,6 +36,8 @@ _LAST_WAIT_S = 20.0
 AT_MOST = 0.01
 # Who asks for a trace more often than this wants to see, not to spare.
 _SPARING_FROM = 100
+# So many steps before a trace the first rank tells the others: time enough for a shared file system to show it.
+_AHEAD = 50
 _EXPECTED_NS = 1_000_000_000  # of the first trace: about what one costs on a CPU
 
 
@@ -63,8 +67,8 @@ class PeriodicTrace:
         every: steps between traces; a trace begins with each step that it divides.
         steps: steps of a trace; fewer where an evaluation or a checkpoint comes between.
 
-    With `every` of 100 or more and one rank, a trace that would bring their cost above AT_MOST of the time since the
-    start is left out; ranks have no way to leave out the same one.
+    With `every` of 100 or more, a trace that would bring their cost above AT_MOST of the time since the start is left
+    out. Of several ranks the first decides, some steps ahead, and the others read what it wrote into the run folder.
     """
 
     def __init__(self, place: HookPlace, every: int, steps: int = 3) -> None:
@@ -77,6 +81,8 @@ class PeriodicTrace:
         self._seen = 0
         self._cost_ns = 0
         self._job: _Job | None = None
+        self._announced = Announcement(RunFolder(place.folder).traces)
+        self._steps_seen = 0
         self._began = time.perf_counter_ns()
         self._spent_ns = 0
         self._expected_ns = _EXPECTED_NS
@@ -86,8 +92,7 @@ class PeriodicTrace:
         self._end_range()
         if self._profile is not None and self._seen >= self._steps:
             self._write()
-        due = step % self._every == 0 and self._profile is None
-        if due and self._job is None and self._affordable():
+        if self._due(step) and self._profile is None and self._job is None:
             self._begin(step)
         if self._profile is not None:
             self._seen += 1
@@ -111,15 +116,26 @@ class PeriodicTrace:
                 return []
         return self._finished()
 
-    def _affordable(self) -> bool:
-        if self._every < _SPARING_FROM or self._place.world_size > 1:
-            return True
-        return self._spent_ns + self._expected_ns <= AT_MOST * (time.perf_counter_ns() - self._began)
+    def _due(self, step: int) -> bool:
+        self._steps_seen += 1
+        if self._every < _SPARING_FROM:
+            return step % self._every == 0
+        if self._place.world_size == 1:
+            return step % self._every == 0 and self._affordable(0)
+        if self._place.rank == 0 and (step + _AHEAD) % self._every == 0:
+            self._announced.decide(step + _AHEAD, self._affordable(_AHEAD))
+        return step % self._every == 0 and self._announced.is_for(step)
+
+    def _affordable(self, ahead: int) -> bool:
+        """Whether a trace so many steps from now keeps all of them within their share."""
+        elapsed = time.perf_counter_ns() - self._began
+        return self._spent_ns + self._expected_ns <= AT_MOST * elapsed * (1 + ahead / self._steps_seen)
 
     def _begin(self, step: int) -> None:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             activities.append(ProfilerActivity.CUDA)
+        quiet_profiler()
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.__enter__()
         self._place.clock.annotate = True

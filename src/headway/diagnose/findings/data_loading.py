@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from headway.diagnose import cold
 from headway.diagnose.case import Case
 from headway.diagnose.finding import Finding
 from headway.diagnose.view import ms
@@ -35,9 +36,9 @@ def data_finding(
 ) -> Finding:
     """Starvation or jitter, from the waits and lengths of steps (ns).
 
-    Upper bound: all of the wait. Surely won: what one loader working ahead hides under the rest of the step,
-    min(wait, rest) step by step, less a twentieth for handing batches over; where the loop computes on a CPU, half of
-    it, since a loader ahead may need the cores that compute.
+    Upper bound: all of the wait, on a CPU also what it leaves cold. Surely won: what one loader working ahead hides
+    under the rest of the step, min(wait, rest) step by step, less a twentieth for handing batches over; where the loop
+    computes on a CPU, half of it, since a loader ahead may need the cores that compute.
     """
     typical, worst = float(np.median(waits)), max(waits)
     jitter = len(waits) >= 4 and worst > _JITTER * max(typical, 1e5) and typical < 0.5 * np.mean(waits)
@@ -50,7 +51,7 @@ def data_finding(
     return Finding(
         name="data-jitter" if jitter else "data-starvation",
         title="loading is uneven: some batches come late" if jitter else "the step waits for data",
-        claims={claim: waited},
+        claims={claim: waited} | ({} if on_gpu else {"caches": cold.after(waited, wall_ns)}),
         lower_ns=min(waited, int((_HANDED_OVER if on_gpu else _SAME_CORES) * waited * hidden / total)),
         wall_ns=wall_ns,
         evidence=evidence,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from headway.account.intervals import measure
+from headway.diagnose import cold
 from headway.diagnose.case import Case
 from headway.diagnose.facts import HostKind
 from headway.diagnose.finding import Finding
@@ -15,8 +16,8 @@ _GC = r"built-in method collect\b|gc\.collect|\bgc_collect\b|host\.gc$|^gc$|pyth
 
 
 def find(case: Case) -> Iterator[Finding]:
-    """Upper bound: the collector's own time, and a tenth more for the caches that it leaves cold. Put back: a
-    collection of the young generation now and then, a tenth."""
+    """Upper bound: the collector's own time, and what it leaves cold. Put back: a collection of the young generation
+    now and then, a tenth."""
     view = case.view
     rows = view.host_rows(_GC, (HostKind.PYTHON, HostKind.ANNOTATION, HostKind.OP))
     if not len(rows):
@@ -33,7 +34,7 @@ def gc_finding(cost: int, wall_ns: int, seen: str) -> Finding:
     return Finding(
         name="garbage-collection",
         title="Python's garbage collector stops the loop",
-        claims={"host.gc": min(wall_ns, int(cost * 1.1))},
+        claims={"host.gc": min(wall_ns, cost + cold.after(cost, wall_ns))},
         lower_ns=int(cost * 0.9),
         wall_ns=wall_ns,
         evidence=(seen,),

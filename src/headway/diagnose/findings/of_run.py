@@ -194,6 +194,7 @@ def _steps(run: RunFacts) -> Iterator[Finding]:
         [line.account for line in run.steps],
         [f"step {line.step:,}" for line in run.steps],
         run.wall_ns,
+        run.on_gpu,
     )
 
 

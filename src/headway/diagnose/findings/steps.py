@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from headway.diagnose import cold
 from headway.diagnose.case import Case
 from headway.diagnose.finding import Finding
 from headway.diagnose.view import ms
@@ -22,15 +23,17 @@ def find(case: Case) -> Iterator[Finding]:
         | {f"idle.{name}": ns for name, ns in row.shares.idle.items()}
         for row in rows
     ]
-    yield from unstable(walls, parts, [row.name for row in rows], case.view.wall_ns)
+    view = case.view
+    yield from unstable(walls, parts, [row.name for row in rows], view.wall_ns, view.on_gpu)
 
 
 def unstable(
-    walls: Sequence[int], parts: Sequence[Mapping[str, int]], names: Sequence[str], wall_ns: int
+    walls: Sequence[int], parts: Sequence[Mapping[str, int]], names: Sequence[str], wall_ns: int, on_gpu: bool = True
 ) -> Iterator[Finding]:
     """From the steps' lengths and accounts (ns): what slow steps take beyond the median one.
 
-    Upper bound: all of the excess. Surely won: half of it, since the next slowest cause then shows.
+    Upper bound: all of the excess, on a CPU also what it leaves cold. Surely won: half of it, since the next slowest
+    cause then shows.
     """
     if len(walls) < _LEAST:
         return
@@ -45,12 +48,19 @@ def unstable(
         typical = float(np.median([part.get(path, 0) for part in parts]))
         grown[path] = sum(parts[i].get(path, 0) - typical for i in slow)
     causes = [(path, ns) for path, ns in sorted(grown.items(), key=lambda item: -item[1]) if ns > 0.1 * excess][:3]
-    claims = {path: int(excess * ns / sum(n for _, n in causes)) for path, ns in causes} or {"unaccounted": excess}
+    within = _CAUSES.get(causes[0][0], "") if causes else ""
+    # What has a finding of its own is claimed there; here it would halve that one's claim.
+    mine = [(path, ns) for path, ns in causes if within or path not in _CAUSES]
+    whole = sum(max(0.0, ns) for _, ns in causes)
+    claims = {path: int(excess * ns / whole) for path, ns in mine} or {"unaccounted": excess}
+    lower = sum(claims.values()) // 2
+    if not on_gpu:
+        claims["caches"] = cold.after(sum(claims.values()), wall_ns)
     yield Finding(
         name="unstable-steps",
         title="the step time varies",
         claims=claims,
-        lower_ns=min(excess // 2, sum(claims.values())),
+        lower_ns=lower,
         wall_ns=wall_ns,
         evidence=(
             f"{len(slow)} of {len(walls)} steps take over {_SLOW}× the median of {ms(median)}: "
@@ -61,7 +71,7 @@ def unstable(
         check="plot the step time: a period points to logging, saving or the collector; none points to data or a rank",
         remedy="steady-steps",
         # What grows may be a finding of its own; this one then only says when.
-        within=_CAUSES.get(causes[0][0], "") if causes else "",
+        within=within,
         symptom="unstable step time",
     )  # fmt: skip
 
