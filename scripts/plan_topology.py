@@ -23,7 +23,8 @@ TIE = 1.06  # repeats of one published plan differ by as much
 def main() -> None:
     path = Path(sys.argv[1])
     cases, _ = read_cases(path)
-    days = {r["row_id"]: (re.search(r"date (\d\d-\d\d)", r["notes"]) or ["", ""])[1] for r in read_rows(path)}
+    rows = [line.cells for line in read_rows(path)]
+    days = {row["row_id"]: (re.search(r"date (\d\d-\d\d)", row["notes"]) or ["", ""])[1] for row in rows}
     judged = [case for case in cases if "Korthikanti" not in case.source]
     scored = validate_cases(cases, (), calibrate(judged, default_constants())).scored
     for name, found in (("no calibration", validate_cases(cases).scored), ("calibrated by the 2021 runs", scored)):

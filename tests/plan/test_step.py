@@ -232,3 +232,21 @@ def test_the_pipeline_fills_through_stages_without_the_head() -> None:
     stage = few.terms["bubble"] / (layout.pp - 1)
     assert stage < 0.8 * a_micro_batch
     assert many.terms["bubble"] == pytest.approx(few.terms["bubble"])
+
+
+def test_backwards_slices_travel_beside_products_that_do_not_wait_for_them() -> None:
+    """Megatron since 2022: one of two all-reduces of backward, and one and a half of two and a half halves."""
+    gpt, cluster = work("gpt3-175b", 2048, 64), load_cluster("A100x64")
+    plain = replace(Layout(), dp=1, tp=8, pp=8, sequence_parallel=False, flash=False)
+    for split in (False, True):
+        before = predict(gpt, replace(plain, sequence_parallel=split), cluster).terms["tp"]
+        after = predict(gpt, replace(plain, sequence_parallel=split, overlap_wgrad=True), cluster).terms["tp"]
+        halves = 2.5 if split else 2.0
+        assert after == pytest.approx(
+            before * (halves - 1 + default_constants().contention) / halves, rel=1e-6
+        )  # the window is long enough
+    slow = replace(cluster, device=replace(cluster.device, link=cluster.device.link / 50))  # it is not any more
+    before, after = (predict(gpt, replace(plain, overlap_wgrad=one), slow).terms["tp"] for one in (False, True))
+    assert before * (1 + default_constants().contention) / 2 < after < before
+    both = predict(gpt, replace(plain, overlap_wgrad=True, overlap_tp=True), cluster).terms["tp"]
+    assert both == predict(gpt, replace(plain, overlap_tp=True), cluster).terms["tp"]

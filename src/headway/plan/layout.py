@@ -35,6 +35,9 @@ class Layout:
         grad_bytes: bytes per parameter held for gradients (4: fp32 accumulation, 2, or 6: DeepSpeed's bf16 optimizer).
         fused_accumulate: the weights' gradient is added up inside its product (Megatron since 2022), its traffic beside
             the arithmetic.
+        overlap_wgrad: where overlap_tp is off, backward's tensor slices still travel beside products that do not wait
+            for them (Megatron since 2022: the all-reduce beside the weights' gradient; with sequence parallelism the
+            second gather and the scatter, Korthikanti et al. 2022, section 4.2.2).
         etp: tensor parallelism inside an expert (0: TP where the expert group fits beside it, else 1).
         dedup: the dispatcher sends one copy of a token to a node, whatever it has experts there (DeepEP, HybridEP).
         buckets: DeepSpeed's ZeRO-1 with pipelines: flat reduce buckets, an fp32 copy of the gradient shard.
@@ -63,6 +66,7 @@ class Layout:
     offload: Offload = "none"
     optimizer_bits: int = 32
     fused_accumulate: bool = False
+    overlap_wgrad: bool = False
     etp: int = 0
     dedup: bool = False
 

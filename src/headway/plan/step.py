@@ -134,10 +134,10 @@ def _slowest_stage(x: _Context, per_layer: float, head: float) -> tuple[float, f
 def _per_micro_batch(x: _Context, layer: LayerTime) -> dict[str, float]:
     """Exposed communication of one average layer and micro-batch, forward and backward (and recompute)."""
     again = x.layout.recompute_share if x.layout.recompute == "full" else 0.0
-    return {"tp": _tensor(x, again), "cp": _context_parallel(x, layer), "ep": _expert(x, again)}
+    return {"tp": _tensor(x, again, layer), "cp": _context_parallel(x, layer), "ep": _expert(x, again)}
 
 
-def _tensor(x: _Context, again: float) -> float:
+def _tensor(x: _Context, again: float, layer: LayerTime) -> float:
     """An all-reduce (or its two halves) after attention and after the MLP, the same in backward."""
     if x.layout.tp == 1:
         return 0.0
@@ -152,6 +152,12 @@ def _tensor(x: _Context, again: float) -> float:
     exposed = 1 - x.c.tp_overlap if x.layout.overlap_tp else 1.0
     # With sequence parallelism backward gathers the inputs once more for the weights' gradient.
     halves = 2.5 if x.layout.sequence_parallel and not x.work.lora else 2.0
+    if x.layout.overlap_wgrad and not x.layout.overlap_tp and not x.work.lora:
+        # Backward's all-reduce travels beside the weights' gradient, with sequence parallelism its scatter likewise and
+        # the second gather beside the inputs' gradient: products of the layers split by columns, half of all.
+        beside, products = blocks * one, layer.forward - layer.core - layer.elementwise
+        window = products if x.layout.sequence_parallel else products / 2
+        return (blocks * (halves + again) - blocks) * one + _exposed(beside, window, x.c)
     return blocks * (halves + again) * one * exposed
 
 
