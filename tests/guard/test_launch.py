@@ -1,4 +1,4 @@
-"""The local launcher: ranks start together, end together, and the one that failed first is named."""
+"""Ranks start together, end together, and the one that failed first is named: the supervisor where it starts nothing anew."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from pathlib import Path
 import pytest
 
 from headway.account.errors import UserError
+from headway.guard.deaths import Judgement
 from headway.guard.failure import RecordedFailure, read_failure, record_failure
-from headway.guard.launch import launch_local
+from headway.guard.ledger import Ledger
+from headway.guard.processes import Start
 from headway.guard.ranks import read_rank_env
+from headway.guard.supervisor import Supervisor
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
 
@@ -52,11 +55,17 @@ def launch(tmp_path: Path, clean_env: dict[str, str], monkeypatch: pytest.Monkey
     def start(n: int, body: str, **options: object) -> int:
         script = tmp_path / "rank.py"
         script.write_text(PRELUDE + body)
-        options.setdefault("env", clean_env)
-        options.setdefault("log_dir", tmp_path / "logs")
-        return launch_local(n, [str(tmp_path)], command=[sys.executable, str(script)], **options)  # type: ignore[arg-type]
+        return run_once(tmp_path, n, script, options.pop("env", clean_env), **options)
 
     return start
+
+
+def run_once(tmp: Path, n: int, script: Path, env: dict[str, str], *words: str, **options: object) -> int:
+    start = Start([str(tmp), *words], command=[sys.executable, str(script)])
+    never_again = Judgement(stuck=0)
+    return Supervisor(
+        start, n, Ledger(tmp / "incidents.jsonl"), tmp / "logs", env, judgement=never_again, **options
+    ).run()
 
 
 def wait_for(path: Path) -> Path:
@@ -157,23 +166,12 @@ def test_the_first_failure_counts_not_the_first_exit(launch: Callable[..., int],
     body = """
 from headway.guard.failure import record_failure
 if rank == 1:
-    record_failure(ValueError("the cause")); mark("failed"); time.sleep(0.5); sys.exit(3)
+    record_failure(ValueError("the cause")); mark("failed"); time.sleep(60)
 wait_for("failed")
 record_failure(RuntimeError("Connection closed by peer")); sys.exit(1)
 """
-    assert launch(2, body) == 3
-    assert "rank 1 failed with exit code 3 (ValueError: the cause)" in capfd.readouterr().err
-
-
-def test_a_rank_that_ignores_sigterm_is_killed(launch: Callable[..., int], tmp_path: Path) -> None:
-    body = """
-if rank == 0:
-    signal.signal(signal.SIGTERM, lambda *_: mark("asked")); mark("ready")
-    while True: time.sleep(0.05)
-wait_for("ready"); sys.exit(5)
-"""
-    assert launch(2, body, grace_s=0.3) == 5
-    assert (tmp_path / "asked").exists() and gone(int((tmp_path / "pid-0").read_text()))
+    assert launch(2, body) == 1
+    assert "rank 1 failed with exit code 1 (ValueError: the cause)" in capfd.readouterr().err
 
 
 def test_a_users_mistake_is_said_once(launch: Callable[..., int], capfd) -> None:
@@ -224,9 +222,9 @@ mark(f"both-{rank}")
 while True: time.sleep(0.05)
 """
     when(tmp_path / "both-0", lambda: os.kill(os.getpid(), signal.SIGTERM))
-    when(tmp_path / "asked-1", lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert launch(2, body) == 128 + signal.SIGTERM
-    assert "killed 2 ranks on the second signal" in capfd.readouterr().err
+    when(tmp_path / "asked-1", lambda: os.kill(os.getpid(), signal.SIGINT))
+    assert launch(2, body) == 128 + signal.SIGINT
+    assert "killed 2 ranks on the second Ctrl-C" in capfd.readouterr().err
 
 
 def test_a_rank_stopped_before_it_could_listen(launch: Callable[..., int], tmp_path: Path, capfd) -> None:
@@ -254,7 +252,10 @@ if sys.argv[2] == "light":  # as long as the other launch lives, this one does t
 wait_for("light-0"); wait_for("light-1")
 import torch, torch.distributed as dist
 from headway.guard.process_group import init_process_group, close_process_group
+from headway.guard.ledger import Ledger
+from headway.guard.processes import Start
 from headway.guard.ranks import read_rank_env
+from headway.guard.supervisor import Supervisor
 torch.set_num_threads(1)
 init_process_group(read_rank_env(os.environ), torch.device("cpu"), timeout_s=60)
 box = torch.tensor([1.0 + rank])
@@ -270,7 +271,7 @@ def test_two_launches_at_once_do_not_meet(tmp_path: Path, clean_env: dict[str, s
     codes: dict[str, int] = {}
 
     def start(kind: str) -> None:
-        codes[kind] = launch_local(2, [str(tmp_path), kind], env=clean_env, command=[sys.executable, str(script)])
+        codes[kind] = run_once(tmp_path, 2, script, clean_env, kind)
 
     threads = [threading.Thread(target=start, args=(kind,)) for kind in ("light", "torch")]
     for thread in threads:

@@ -23,7 +23,7 @@ from headway.guard.report import Report
 
 class Court:
     def __init__(self, out: set[str] | None = None, fits: Sequence[int] = range(99)) -> None:
-        self.out, self.fits, self.deaths = out or set(), fits, []
+        self.out, self.fits, self.deaths, self.slow = out or set(), fits, [], False
 
     def excluded(self) -> set[str]:
         return self.out
@@ -35,6 +35,9 @@ class Court:
 
     def look(self, pulses: Mapping[int, Pulse], living: set[int]) -> Hang | None:
         return None
+
+    def evict(self) -> bool:
+        return self.slow
 
     def settle(self, pulses: Mapping[int, Pulse]) -> None:
         self.settled = dict(pulses)

@@ -8,6 +8,7 @@ anew.
 from __future__ import annotations
 
 import contextlib
+import errno
 import multiprocessing
 import os
 import pickle
@@ -94,6 +95,8 @@ def _built(builder: BatchBuilder, micro: list[Micro], padding: list[Micro]) -> t
         return "built", [each.build(builder) for each in micro] + [each.padding(builder) for each in padding]
     except BadDocuments as bad:
         return "bad", bad.documents
+    except MemoryError:
+        return "failed", OSError(errno.ENOMEM, "no memory left in the process that builds batches")
     except OSError as error:
         return "failed", OSError(f"{type(error).__name__}: {error}")
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -31,6 +32,7 @@ class Alone:
         self._lost: Lost | None = None
         self._watch: Watch | None = None
         self._code: int | None = None
+        self._paused = False
         self._stores = ExitStack()
 
     def __enter__(self) -> Alone:
@@ -48,7 +50,7 @@ class Alone:
         if team is None:
             launch.say(f"stopped: fewer than {self._recovery.min_ranks} ranks remain (hosts.json)")
             return 1
-        self._team, self._generation = team, self._generation + 1
+        self._team, self._generation, self._paused = team, self._generation + 1, False
         self._watch = self._make_watch(team, self._lost)
         self._stores.close()
         port = self._stores.enter_context(store())
@@ -65,6 +67,10 @@ class Alone:
                 return None
             hang = watch.look(read_pulses(folder, turn.place), {rank.rank for rank in alive})
             found = hang is not None
+            if watch.evict and not found and not self._paused:
+                self._paused = True  # as if the scheduler had sent it: the ranks save behind one step, and leave
+                for rank in alive:
+                    rank.send(signal.SIGTERM)
             return condemned(hang, alive, folder) if hang is not None else None
 
         return look
@@ -73,6 +79,9 @@ class Alone:
         assert self._watch is not None
         self._watch.settle(pulses)
         self._stores.close()
+        if report.code == EXIT_PREEMPTED and self._paused and not self._signals.received:
+            self._lost = None
+            return
         if report.code is not None:
             self._code = report.code
             return

@@ -62,7 +62,7 @@ def examine(ended: Ended, pulses: Mapping[int, Pulse], oom: OomCounter) -> Death
         evidence = f"rank {rank}: exit 137 and an oom_kill event of the control group"
         return Death(OOM_KILL, rank, step, phase, evidence, "oom", begun, documents)
     told = ended.cause.message if ended.cause is not None else ""
-    evidence = how_it_ended(ended.first, code, ended.cause)
+    evidence = how_it_ended(ended)
     if code < 0 and not told:
         return Death(KILLED, rank, step, phase, evidence, f"signal {-code} of rank {rank}", begun, documents)
     fault = told.partition(":")[0] if told else FAILED

@@ -42,14 +42,13 @@ def run_generation(
     *,
     generation: int = 0,
     grace_s: float = 5.0,
-    at_once: bool = False,
     watch: Watcher | None = None,
 ) -> Ended:
     """Starts the ranks, waits for all of them and says how they ended.
 
-    `work`: a folder for this generation's beacons and failure files. One rank failing ends the others: SIGTERM, and
-    SIGKILL after `grace_s` seconds; with `at_once` SIGKILL at once (a stopped process takes no other signal).
-    `signals`: passed on once, the second one kills.
+    `work`: a folder for this generation's beacons and failure files. One rank failing ends the others at once; a user's
+    mistake after `grace_s` seconds, because all see it and rank 0 should say it. `signals`: passed on once; Ctrl-C
+    behind another one kills.
     """
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[Rank] = []
@@ -60,7 +59,7 @@ def run_generation(
             size = log.stat().st_size if log is not None and log.exists() else 0
             process = start.rank(settings, log)
             ranks.append(Rank(place.first + local, process, log, size, Path(settings[failure.VARIABLE])))
-        return Wait(ranks, signals, grace_s, at_once, watch).run()
+        return Wait(ranks, signals, grace_s, watch).run()
     finally:
         for one in ranks:  # only what an exception left alive
             one.send(signal.SIGKILL)

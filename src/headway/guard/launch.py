@@ -1,58 +1,21 @@
-"""The local launcher: n ranks of one command on this machine, that end together; no restart."""
+"""What a launcher says and returns: the environment that ranks start from, exit codes, and who failed in words."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from headway.account.errors import UserError
 from headway.guard import failure
-from headway.guard.generation import Place, run_generation
-from headway.guard.processes import Start
-from headway.guard.rendezvous import store
 from headway.guard.waiting import CLEAN, EXIT_USER, Ended, Rank, Signals
 
 _TAIL_LINES = 30
-
-
-def launch_local(
-    n: int,
-    argv: Sequence[str],
-    *,
-    env: Mapping[str, str] | None = None,
-    log_dir: Path | None = None,
-    command: Sequence[str] | None = None,
-    grace_s: float = 5.0,
-) -> int:
-    """Starts `n` ranks of `command + argv` on this machine, waits for them, and returns the exit code.
-
-    `command`: default this Python with `-m headway`. `env`: the environment to start from, default this process's; it
-    must hold no rank variables. `log_dir`: where the output of ranks 1… goes (`rank-00001.log`, appended), default a
-    temporary folder that is kept when a rank fails; rank 0 writes to our own stdout and stderr.
-
-    One rank failing ends the others (SIGTERM, after `grace_s` seconds SIGKILL); the code is that of the rank that
-    failed first, 128 + number for a signal, and stderr names rank, cause and log. All ranks well: 0, or 75 when one
-    said that it was preempted with its state saved. SIGINT and SIGTERM are passed on once, so that ranks can save; the
-    second one kills. Ranks die with this process, also when it is killed (Linux).
-
-    Raises UserError for n < 1 or when `env` already gives this process a rank.
-    """
-    base = rankless(n, env)
-    start = Start(argv) if command is None else Start(argv, command)
-    with work_folder() as work, store() as port, received() as signals:
-        logs = work.path if log_dir is None else log_dir
-        ended = run_generation(start, Place(n, n, port=port), base, logs, work.path, signals, grace_s=grace_s)
-        code = verdict(ended, signals)
-        work.keep = log_dir is None and code not in CLEAN and n > 1
-    return code
 
 
 def rankless(n: int, env: Mapping[str, str] | None) -> dict[str, str]:
@@ -71,8 +34,8 @@ def verdict(ended: Ended, signals: Signals) -> int:
     if ended.first is None:
         return ended.code
     failed = [one for one in ended.ranks if one.code not in CLEAN]
-    if len(signals.received) > 1:
-        say(f"killed {len(failed)} ranks on the second signal; the last checkpoint is the one before")
+    if signals.insists:
+        say(f"killed {len(failed)} ranks on the second Ctrl-C; the last checkpoint is the one before")
         return 128 + signals.received[-1]
     first, cause = ended.first, ended.cause
     code = first.code or 0
@@ -84,19 +47,32 @@ def verdict(ended: Ended, signals: Signals) -> int:
     if code < 0 and -code in signals.received:
         say(f"rank {first.rank} was stopped by {signal_name(-code)} before it could save")
         return 128 - code
-    if cause is not None and first.stopped_by_us and code < 0:
-        code = 1  # it had failed before we stopped it
-    others = "; the other ranks were stopped" if len(ended.ranks) > 1 else ""
-    say(f"{how_it_ended(first, code, cause)}{others}")
-    if first.log is not None:
-        say(f"the end of {first.log}:\n{_tail(first.log, first.log_start)}")
+    say(f"{how_it_ended(ended)}{'; the other ranks were stopped' if len(ended.ranks) > 1 else ''}")
+    show_log(first)
+    code = own_code(ended)
     return 128 - code if code < 0 else code
 
 
-def how_it_ended(rank: Rank, code: int, cause: failure.RecordedFailure | None) -> str:
+def show_log(rank: Rank) -> None:
+    """The end of a failed rank's log, where it did not write to the terminal."""
+    if rank.log is not None:
+        say(f"the end of {rank.log}:\n{_tail(rank.log, rank.log_start)}")
+
+
+def own_code(ended: Ended) -> int:
+    """The exit code of the rank that failed first; 1 where it had failed already when we stopped it."""
+    code = ended.code
+    stopped = code < 0 and ended.cause is not None and ended.first is not None and ended.first.stopped_by_us
+    return 1 if stopped else code
+
+
+def how_it_ended(ended: Ended) -> str:
+    """The rank that failed first, in words."""
+    assert ended.first is not None
+    code, cause = own_code(ended), ended.cause
     how = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
     why = f" ({cause.message})" if cause is not None else ""
-    return f"rank {rank.rank} {how}{why}"
+    return f"rank {ended.first.rank} {how}{why}"
 
 
 def _said_by_rank_0(ended: Ended) -> failure.RecordedFailure | None:
@@ -120,21 +96,11 @@ def say(text: str) -> None:
     print(f"headway: {text}", file=sys.stderr, flush=True)
 
 
-@dataclass(slots=True)
-class Work:
-    path: Path
-    keep: bool = False
-
-
 @contextlib.contextmanager
-def work_folder() -> Iterator[Work]:
-    """A temporary folder, removed unless `keep` is set."""
-    work = Work(Path(tempfile.mkdtemp(prefix="headway-ranks-")))
-    try:
-        yield work
-    finally:
-        if not work.keep:
-            shutil.rmtree(work.path, ignore_errors=True)
+def work_folder() -> Iterator[Path]:
+    """A temporary folder for what ranks and launcher tell each other."""
+    with tempfile.TemporaryDirectory(prefix="headway-ranks-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @contextlib.contextmanager

@@ -65,11 +65,19 @@ class Recovery:
         )
         return incident, hopeless
 
+    def too_slow(self, host: str, evidence: str, team: Sequence[str]) -> bool:
+        """Counts a slow rank against its host; True when that takes the host out: training can go on without it."""
+        return self._count(host, evidence, team) is not None
+
     def _blame(self, death: Death, host: str | None, team: Sequence[str]) -> str | None:
         """Counts a fault of the machine against its host; the host, when that takes it out."""
-        if self.hosts is None or host is None or death.fault not in OF_THE_MACHINE:
+        if host is None or death.fault not in OF_THE_MACHINE:
+            return None
+        return self._count(host, f"step {death.step}: {death.fault}: {death.evidence}", team)
+
+    def _count(self, host: str, evidence: str, team: Sequence[str]) -> str | None:
+        if self.hosts is None:
             return None
         left = sum(place != host for place in team)
         enough = any(self.enough(size) for size in range(1, left + 1))
-        evidence = f"step {death.step}: {death.fault}: {death.evidence}"
         return host if self.hosts.blame(host, evidence, may_exclude=enough) else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from headway.guard import launch
 from headway.guard.alone import Alone
 from headway.guard.beacon import Pulse, stack_path
-from headway.guard.deaths import HANG, Death, Judgement, examine
+from headway.guard.deaths import FAILED, HANG, Death, Judgement, examine
 from headway.guard.generation import run_generation
 from headway.guard.group import Elsewhere, Group
 from headway.guard.hang import HangJudge
@@ -42,7 +42,7 @@ class Supervisor:
     list of those; one that it excludes takes no further part, as long as `min_ranks` ranks remain and `fits` allows
     their number. rank_files: where the ranks write their steps, to find slow ones (`slow`: how slow, as a share;
     `sharded`: under FSDP). meeting: where the supervisors of several machines meet (`ranks` of each may differ);
-    incidents are then counted by machine.
+    incidents are then counted by machine. grace_s: how long rank 0 has to say what a user did wrong.
     """
 
     start: Start
@@ -60,7 +60,9 @@ class Supervisor:
     slow: float | None = None
     sharded: bool = False
     meeting: Meeting | None = None
+    grace_s: float = 5.0
     _judge: HangJudge = field(init=False)
+    _recovery: Recovery = field(init=False)
 
     def __post_init__(self) -> None:
         self._judge = HangJudge(least_s=self.hang_least_s)
@@ -73,32 +75,32 @@ class Supervisor:
                 turn = group.next()
                 if isinstance(turn, int):
                     return turn
-                folder = work.path / f"g{turn.generation:04d}"
+                folder = work / f"g{turn.generation:04d}"
                 folder.mkdir()
                 oom = OomCounter()
                 ended = run_generation(
                     self.start, turn.place, {**base, **turn.settings}, self.logs, folder, signals,
-                    generation=turn.generation, at_once=True, watch=group.watch(turn, folder),
+                    generation=turn.generation, grace_s=self.grace_s, watch=group.watch(turn, folder),
                 )  # fmt: skip
                 pulses = read_pulses(folder, turn.place)
                 group.ended(self._report(turn.generation, ended, pulses, oom, folder, signals), pulses)
 
     def _group(self, signals: Signals) -> AbstractContextManager[Group]:
+        least = self.min_ranks or (self.ranks if self.meeting is None else 1)
+        self._recovery = Recovery(self.ledger, least, self.judgement, self.hosts, self.fits)
         if self.meeting is not None:
-            least = self.min_ranks or 1
-            return Agents(self.meeting, self.ranks, self._recovery(least), self._watch, signals)
-        least = self.min_ranks or self.ranks
+            return Agents(self.meeting, self.ranks, self._recovery, self._watch, signals)
         places = list(self.places) or [socket.gethostname()] * self.ranks
-        return Alone(places, self._recovery(least), self._watch, signals)
-
-    def _recovery(self, least: int) -> Recovery:
-        return Recovery(self.ledger, least, self.judgement, self.hosts, self.fits)
+        return Alone(places, self._recovery, self._watch, signals)
 
     def _watch(self, team: Sequence[str], lost: Lost | None) -> Watch:
         slow = None
         if self.slow is not None and self.rank_files is not None and len(team) > 1:
             files = [self.rank_files(rank) for rank in range(len(team))]
-            slow = SlowRanks(files, StragglerWatch(self.slow, self.sharded), self.ledger, team)
+            slow = SlowRanks(
+                files, StragglerWatch(self.slow, self.sharded), self.ledger, team,
+                lambda place, evidence: self._recovery.too_slow(place, evidence, team),
+            )  # fmt: skip
         return Watch(len(team), self._judge, self.ledger, lost, slow)
 
     def _report(
@@ -113,6 +115,8 @@ class Supervisor:
         code = self._final(ended, signals)
         elsewhere = ended.condemned is not None and isinstance(ended.condemned.why, Elsewhere)
         death = examine(ended, pulses, oom) if code is None and not elsewhere else None
+        if death is not None and death.fault == FAILED and ended.first is not None:
+            launch.show_log(ended.first)
         return Report(
             generation=generation,
             code=code,
@@ -142,7 +146,7 @@ class Supervisor:
 
 
 def _exit_code(ended: Ended) -> int:
-    code = ended.code
+    code = launch.own_code(ended)
     if code in CLEAN or (ended.condemned is not None):
         return 1
     return 128 - code if code < 0 else code

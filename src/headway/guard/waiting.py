@@ -61,6 +61,11 @@ class Signals:
     def remember(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(number)
 
+    @property
+    def insists(self) -> bool:
+        """Ctrl-C behind another signal: a person who will not wait. A scheduler repeats SIGTERM while ranks save."""
+        return signal.SIGINT in self.received[1:]
+
 
 @dataclass(frozen=True)
 class Watched:
@@ -98,14 +103,10 @@ class Ended:
 class Wait:
     """Waits until every rank has ended, helping after a failure, a hang or a signal."""
 
-    def __init__(
-        self, ranks: Sequence[Rank], signals: Signals, grace_s: float, at_once: bool, watch: Watcher | None
-    ) -> None:
-        self._ranks, self._signals, self._grace, self._at_once = ranks, signals, grace_s, at_once
-        self._watch = watch
+    def __init__(self, ranks: Sequence[Rank], signals: Signals, grace_s: float, watch: Watcher | None) -> None:
+        self._ranks, self._signals, self._grace, self._watch = ranks, signals, grace_s, watch
         self._passed_on = 0
-        self._terminate_at: float | None = None
-        self._kill_at: float | None = None
+        self._end_at: float | None = None
         self._detected = 0.0
         self._condemned: Watched | None = None
 
@@ -122,8 +123,9 @@ class Wait:
                 deaths.wait(self._pause())
 
     def _pause(self) -> float:
-        due = [at for at in (self._terminate_at, self._kill_at) if at is not None]
-        return min([_LONGEST_WAIT_S, *(max(0.0, at - time.monotonic()) for at in due)]) if due else _LONGEST_WAIT_S
+        if self._end_at is None:
+            return _LONGEST_WAIT_S
+        return min(_LONGEST_WAIT_S, max(_POLL_S, self._end_at - time.monotonic()))
 
     def _note_deaths(self) -> None:
         now = time.monotonic()
@@ -131,39 +133,34 @@ class Wait:
             if one.code is None or one.died_at is not None:
                 continue
             one.died_at = now
-            if one.code not in CLEAN and self._terminate_at is None:
+            if one.code not in CLEAN and self._end_at is None:
                 self._detected = self._detected or now
                 # A user's mistake is seen by all ranks at once: let rank 0 say it.
-                self._terminate_at = now + (self._grace if one.code == EXIT_USER else 0.0)
+                self._end_at = now + (self._grace if one.code == EXIT_USER else 0.0)
 
     def _pass_signals_on(self, alive: Sequence[Rank]) -> None:
         for number in self._signals.received[self._passed_on :]:
             self._passed_on += 1
-            for one in alive:
-                one.send(number if self._passed_on == 1 else signal.SIGKILL)
+            if self._passed_on == 1 or self._signals.insists:
+                for one in alive:
+                    one.send(number if self._passed_on == 1 else signal.SIGKILL)
 
     def _look(self, alive: Sequence[Rank]) -> None:
         if self._watch is None:
             return
         found = self._watch(alive)  # to the end: other machines must hear that this one lives
-        if found is not None and self._condemned is None and self._terminate_at is None:
+        if found is not None and self._condemned is None and self._end_at is None:
             self._condemned = found
-            self._detected = self._terminate_at = time.monotonic()
+            self._detected = self._end_at = time.monotonic()
 
     def _end_the_others(self, alive: Sequence[Rank]) -> None:
-        now = time.monotonic()
-        if self._terminate_at is not None and self._kill_at is None and now >= self._terminate_at:
-            self._kill_at = now + self._grace
-            for one in alive:
-                one.stopped_by_us = True
-                if self._at_once:
-                    one.send(signal.SIGKILL)
-                elif not one.failure_file.exists():  # else it is on its way out, with an exit code of its own
-                    one.send(signal.SIGTERM)
-        elif self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = now + self._grace
-            for one in alive:
-                one.send(signal.SIGKILL)
+        """SIGKILL and nothing before it: a stopped process takes no other signal, a hung one does not heed it, and what
+        is to be kept is in the newest checkpoint."""
+        if self._end_at is None or time.monotonic() < self._end_at:
+            return
+        for one in alive:
+            one.stopped_by_us = True
+            one.send(signal.SIGKILL)
 
     def _ended(self) -> Ended:
         failed = [one for one in self._ranks if one.code not in CLEAN]

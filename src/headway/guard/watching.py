@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +19,26 @@ from headway.guard.straggler import StepJoin, StragglerWatch
 from headway.guard.waiting import Rank, Watched
 
 _LOOK_S = 1.0
+SLOW = "slow rank"
 
 
 class SlowRanks:
-    """Finds stragglers in the ranks' own files and writes them down; training goes on."""
+    """Finds stragglers in the ranks' own files and writes them down; training goes on.
 
-    def __init__(self, files: Sequence[Path], watch: StragglerWatch, ledger: Ledger, places: Sequence[str]) -> None:
+    too_slow: told of a place and what was found there; True where it must train no longer. evict: whether it said so.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        watch: StragglerWatch,
+        ledger: Ledger,
+        places: Sequence[str],
+        too_slow: Callable[[str, str], bool] = lambda place, evidence: False,
+    ) -> None:
         self._lines = [RankLines(path) for path in files]
-        self._watch, self._ledger, self._places = watch, ledger, places
+        self._watch, self._ledger, self._places, self._too_slow = watch, ledger, places, too_slow
+        self.evict = False
         self._join = StepJoin(len(files))
         self._next = 0.0
 
@@ -43,14 +55,17 @@ class SlowRanks:
 
     def _judge(self, step: int, accounts: Mapping[int, Mapping[str, int]]) -> None:
         for slow in self._watch.observe(step, accounts):
+            place, evidence = self._places[slow.rank], slow.evidence()
+            out = self._too_slow(place, f"step {step}: {SLOW}: {evidence}")
+            self.evict = self.evict or out
             self._ledger.record(
-                "slow rank",
+                SLOW,
                 step,
                 rank=slow.rank,
-                host=self._places[slow.rank],
+                host=place,
                 phase=slow.phase,
-                evidence=slow.evidence(),
-                action="went on",
+                evidence=evidence,
+                action=f"saved, and went on without {place}" if out else "went on",
             )
 
 
@@ -108,6 +123,11 @@ class Watch:
             self._slow.look()
         present = {rank: pulse for rank, pulse in pulses.items() if rank in living}
         return self._judge.judge(time.monotonic_ns(), present) if len(present) == self._ranks else None
+
+    @property
+    def evict(self) -> bool:
+        """A place was slow once too often: the ranks must save, and start again without it."""
+        return self._slow is not None and self._slow.evict
 
     def settle(self, pulses: Mapping[int, Pulse]) -> None:
         """Writes down what the death before this generation has cost, once that is known."""

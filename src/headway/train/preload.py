@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from headway.config.run import RunConfig
+from headway.guard.code_identity import code_identity
 
 _ALWAYS = ("numpy.ma", "headway.train.build", "headway.train.loop", "headway.model.load", "torch.distributed.fsdp")
 
@@ -16,6 +17,7 @@ def preload(config: RunConfig) -> None:
     """Imports the trainer and the modules of the run's model. What cannot be imported is left to the ranks to tell."""
     for name in _ALWAYS:
         importlib.import_module(name)
+    code_identity()
     kind = _model_type(config)
     if kind:
         with contextlib.suppress(ImportError):

@@ -15,6 +15,7 @@ from headway.config.run import RunConfig
 from headway.data.global_batch import Position
 from headway.data.stream import Stream
 from headway.guard.checkpoint import CheckpointStore
+from headway.guard.code_identity import SOURCE, code_identity
 from headway.guard.finding import Found, RemotePlace
 from headway.guard.fingerprint import refuse_changed
 from headway.guard.layout import CheckpointFailed
@@ -53,7 +54,7 @@ class Resumed:
 
 
 def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any], base_digest: str) -> dict[str, Any]:
-    """What makes this training the one it is: settings, data content, architecture. A resume must agree with it."""
+    """What makes this training the one it is: settings, data, architecture, code. A resume must agree with it."""
     settings = {key: value for key, value in config_identity(config).items() if not key.startswith(_PLACES)}
     drift = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "_attn_implementation")
     as_json = json.loads(json.dumps(model_config, default=str))
@@ -61,10 +62,21 @@ def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any]
     step: dict[str, Any] = {"sequences per step": stream.options.sequences_per_step}
     if base_digest:
         step["frozen base weights"] = base_digest
-    return {**settings, **stream.fingerprint_parts(), **step, "architecture": architecture}
+    return {**settings, **stream.fingerprint_parts(), **step, "architecture": architecture, _CODE: code_identity()}
 
 
 _KNOWN_LATE = ("architecture", "frozen base weights")
+_CODE = "code"
+
+
+def compare(saved: dict[str, Any], now: dict[str, Any], allow: set[str]) -> list[str]:
+    """The differences that were allowed, and a change of Headway's own source between two releases (told, not refused:
+    a run must not end at a restart because somebody has edited a checkout). Raises Refused."""
+    before, here = dict(saved.get(_CODE, {})), dict(now[_CODE])
+    source = before.pop(SOURCE, None), here.pop(SOURCE)
+    older = {**saved, _CODE: before or here}  # a checkpoint of before the code was kept says nothing of it
+    told = refuse_changed(older, {**now, _CODE: here}, allow=allow)
+    return told + ([f"code.{SOURCE}: {source[0]} → {source[1]}"] if source[0] not in (None, source[1]) else [])
 
 
 def refuse_early(config: RunConfig, stream: Stream, found: Found | None) -> None:
@@ -73,7 +85,7 @@ def refuse_early(config: RunConfig, stream: Stream, found: Found | None) -> None
         return
     saved = found.store.read_meta(found.ref)["identity"]
     late = {key: saved[key] for key in _KNOWN_LATE if key in saved}
-    refuse_changed(saved, {**run_identity(config, stream, {}, ""), **late}, allow=set(config.checkpoint.allow))
+    compare(saved, {**run_identity(config, stream, {}, ""), **late}, set(config.checkpoint.allow))
 
 
 def remote_place(config: RunConfig) -> RemotePlace | None:
@@ -162,7 +174,7 @@ def resume(
         return Resumed()
     store, ref = found.store, found.ref
     meta = store.read_meta(ref)
-    allowed = refuse_changed(meta["identity"], identity, allow=set(config.checkpoint.allow))
+    allowed = compare(meta["identity"], identity, set(config.checkpoint.allow))
     lora = config.model.lora is not None
     loaded = restore(store, ref, replicas.module, optimizers.items, trainable_only=lora)
     notes = [f"newer checkpoint not used: {reason}" for reason in ref.rejected]

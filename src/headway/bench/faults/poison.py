@@ -40,7 +40,7 @@ def infinite_loss() -> None:
         found = real(*args, **options)
         return found._replace(loss=found.loss * math.inf)
 
-    step.forward_loss = overflow  # type: ignore[assignment]
+    step.forward_loss = overflow
 
 
 def longest_of(run: Run, step: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -11,7 +12,9 @@ import time
 from typing import Any
 
 from headway.bench.faults.case import Case
+from headway.bench.faults.poor_link import PoorLink
 from headway.bench.faults.small_run import Strike, same_documents, step_times, train_on_hosts, train_small, twin
+from headway.data.batch import BatchBuilder
 from headway.guard.hosts import HostList
 from headway.guard.memory import NODE
 
@@ -20,7 +23,8 @@ _PARTITION_S = 2.0
 
 
 def row_27(case: Case) -> None:
-    """A data reader fails, then is slow: both are told as data's, and no document comes twice or never."""
+    """A data reader fails, then is slow; a process that builds batches is killed, another has no memory left: all are
+    told as data's, and no document comes twice or never."""
     step, victim = case.dice.randint(4, 8), case.dice.randrange(2)
 
     def fault(at: Strike) -> None:
@@ -37,6 +41,36 @@ def row_27(case: Case) -> None:
     for incident in run.incidents[:1]:
         case.expect("started again at document" in incident.action, "the ledger says where it went on")
         case.measured(recover_s=incident.seconds_lost, steps_lost=0)
+    _a_building_process_goes(case)
+
+
+def _a_building_process_goes(case: Case) -> None:
+    step, victim, full = case.dice.randint(3, 5), case.dice.randrange(2), case.folder / "full"
+    build: Any = BatchBuilder.packed
+
+    def without_memory(*words: Any) -> Any:
+        with contextlib.suppress(FileNotFoundError):
+            full.unlink()
+            raise MemoryError
+        return build(*words)
+
+    def fault(at: Strike) -> None:
+        if at.rank == victim and at.step == step and at.once("builder"):
+            os.kill(at.run.supply._feeder._builder.pid, signal.SIGKILL)  # type: ignore[union-attr, arg-type]
+        if at.rank == victim and at.step == step + 4 and at.once("memory"):
+            full.touch()
+
+    builder: Any = BatchBuilder
+    builder.packed = without_memory
+    run = train_small(case, "builder", fault, "data.prefetch=1", "data.loader=process")
+    builder.packed = build
+    case.expect(run.code == 0 and len(run.history.sessions) == 1, f"no rank was restarted: {run.code}")
+    failed = [item for item in run.incidents if item.fault == "data reader failed"]
+    case.expect(len(failed) == 2, f"both are failures of the reader: {run.faults()}")
+    said = [item.evidence for item in failed]
+    case.expect(["signal 9" in text for text in said] == [True, False], f"the kill is told: {said}")
+    case.expect(["no memory" in text for text in said] == [False, True], f"and the want of memory: {said}")
+    case.expect(run.losses() == twin(case).losses(), "losses hex-equal to the twin's: nothing twice, nothing left out")
 
 
 def _break(supply: Any, slow_s: float) -> None:
@@ -57,11 +91,13 @@ def _break(supply: Any, slow_s: float) -> None:
 
 
 def row_29(case: Case) -> None:
-    """A host is cut off: the others go on, it stops and comes back. The link is gone for two seconds: that heals.
+    """A host is cut off: the others go on, it stops and comes back. Its line is late and loses packets, or is gone for
+    two seconds: that heals.
 
-    The second part needs the privilege to make a network namespace.
+    The last part needs the privilege to make a network namespace.
     """
     _a_host_is_cut_off(case)
+    _a_poor_link(case)
     able = os.geteuid() == 0 and all(map(shutil.which, ("ip", "unshare")))
     if able and not subprocess.run(["unshare", "-n", "true"], capture_output=True).returncode:
         _the_link_is_gone_for_a_while(case)
@@ -96,6 +132,22 @@ def _a_host_is_cut_off(case: Case) -> None:
     case.expect(not list(saves.glob(".partial-*")), "nothing half-made is left")
     for incident in run.incidents[:1]:
         case.from_incident(incident)
+
+
+def _a_poor_link(case: Case) -> None:
+    """Each piece between one host and the leader's store is 50 ms late, one in twenty a resend later."""
+    links: list[PoorLink] = []
+
+    def through(port: int) -> int:
+        links.append(PoorLink(port, case.seed))
+        return links[-1].port
+
+    run, codes = train_on_hosts(case, "late", None, ("one", "two"), through=through)
+    for link in links:
+        link.close()
+    case.expect(codes == {"one": 0, "two": 0}, f"every agent ends well, not {codes}")
+    case.expect(run.incidents == [] and len(run.history.sessions) == 1, f"no alarm, no restart: {run.faults()}")
+    case.expect(run.losses() == twin(case).losses(), "losses hex-equal to the twin's")
 
 
 def _the_link_is_gone_for_a_while(case: Case) -> None:

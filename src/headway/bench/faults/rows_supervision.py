@@ -6,6 +6,8 @@ import os
 import shutil
 import signal
 import time
+from pathlib import Path
+from typing import Any
 
 from headway.bench.faults.case import Case
 from headway.bench.faults.small_run import Strike, same_documents, train_on_hosts, train_small, twin
@@ -72,7 +74,34 @@ def row_06(case: Case) -> None:
     for incident in slow[:1]:
         case.expect(incident.phase == "compute.forward", f"slow in compute.forward, not {incident.phase}")
         case.expect(incident.step <= 3 + 20, f"named within 20 steps, not in step {incident.step}")
+    case.expect(run.losses() == twin(case, *overrides).losses(), "losses hex-equal to the twin's")
     case.measured(steps_lost=0)
+    _a_slow_host_is_left_out(case, overrides)
+
+
+def _a_slow_host_is_left_out(case: Case, overrides: tuple[str, ...]) -> None:
+    """Slow once too often: the ranks save, and go on without it; no step is lost or made twice."""
+
+    def fault(at: Strike) -> None:
+        if at.rank == 1 and at.step == 3:
+            run, real = at.run, at.run.collect_garbage
+
+            def slow() -> None:
+                with run.clock.phase("host.gc"):
+                    time.sleep(0.1)
+                real()
+
+            run.collect_garbage = slow  # type: ignore[method-assign]
+
+    hosts = HostList(case.folder / "slow.json", limit=1)
+    watch: dict[str, Any] = {"slow": 0.15, "sharded": True, "places": ["one", "two"], "hosts": hosts, "min_ranks": 1}
+    run = train_small(case, "evicted", fault, *overrides[2:], **watch)
+    case.expect(run.code == 0 and run.faults() == ["slow rank"], f"one incident, not {run.faults()}")
+    worlds = [session.start.world_size for session in run.history.sessions]
+    case.expect(worlds == [2, 1], f"two ranks, then one, not {worlds}")
+    case.expect(HostList(hosts.path).excluded() == {"two"}, "the list says which and why")
+    case.expect(not run.history.lost, "no step was made twice")
+    case.expect(same_documents(run.history.kept, twin(case, *overrides[2:]).history.kept), "the same documents")
 
 
 def row_28(case: Case) -> None:
@@ -100,6 +129,7 @@ def row_28(case: Case) -> None:
         case.from_incident(incident)
     _a_host_is_lost_with_its_memory(case)
     _oom_is_told_apart(case)
+    _the_kernel_kills_for_memory(case)
 
 
 def _a_host_is_lost_with_its_memory(case: Case) -> None:
@@ -107,9 +137,9 @@ def _a_host_is_lost_with_its_memory(case: Case) -> None:
     victim = case.folder / "victim"
 
     def fault(at: Strike) -> None:
+        at.run.saves.tiers.settle()  # else a save that finds the one before in work comes a step later
         if at.rank == 1 and at.step == 7 and at.once("memory"):
             victim.write_text(os.environ[NODE])
-            at.run.saves.tiers.settle()
             memory = at.run.saves.tiers.memory
             if memory is not None:
                 shutil.rmtree(memory.root)
@@ -127,6 +157,46 @@ def _a_host_is_lost_with_its_memory(case: Case) -> None:
     resumed = [session.start.resumed_from for session in run.history.sessions]
     case.expect(resumed == [0, 6], f"from step 6, which was in memory alone, not {resumed}")
     case.expect(run.losses() == twin(case).losses(), "losses hex-equal to the twin's")
+
+
+def _the_kernel_kills_for_memory(case: Case) -> None:
+    """For real, where this process may make a control group (v1): the rank that takes too much is killed, the ledger
+    says for what, and the run goes on."""
+    step, group = case.dice.randint(5, 7), _own_group(case)
+    if group is None:
+        return
+
+    def fault(at: Strike) -> None:
+        if (at.rank, at.step) == (1, step) and at.once("memory-hog"):
+            used = int((group / "memory.usage_in_bytes").read_text())
+            (group / "memory.limit_in_bytes").write_text(str(used + (256 << 20)))
+            kept = []
+            while True:
+                kept.append(bytearray(os.urandom(1 << 20)) * 16)
+
+    before = (group / "memory.limit_in_bytes").read_text()
+    try:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        run = train_small(case, "hog", fault)
+        (group / "memory.limit_in_bytes").write_text(before)
+    finally:
+        (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+    told = [(item.fault, item.rank) for item in run.incidents]
+    case.expect(told == [("killed for memory", 1)], f"one incident, memory, of rank 1: {told}")
+    case.expect(run.code == 0 and run.losses() == twin(case).losses(), "losses hex-equal to the twin's")
+
+
+def _own_group(case: Case) -> Path | None:
+    lines = Path("/proc/self/cgroup").read_text().splitlines() if Path("/proc/self/cgroup").is_file() else []
+    own = next((line.rpartition(":")[2] for line in lines if ":memory:" in line), None)
+    if own is None:
+        return None
+    group = Path("/sys/fs/cgroup/memory") / own.lstrip("/") / f"headway-{case.row}-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError:
+        return None
+    return group if (group / "memory.limit_in_bytes").is_file() else None
 
 
 def _oom_is_told_apart(case: Case) -> None:

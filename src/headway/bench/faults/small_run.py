@@ -103,15 +103,17 @@ def train_small(
 def train_on_hosts(
     case: Case,
     name: str,
-    fault: Fault,
+    fault: Fault | None,
     names: Sequence[str],
     *overrides: str,
     fewest: int | None = None,
     most: int | None = None,
+    through: Callable[[int], int] | None = None,
     **supervisor: Any,
 ) -> tuple[SmallRun, dict[str, int]]:
     """The same on several "hosts" of this machine: an agent each, with one rank and a shared memory of its own name.
-    The first one leads; `fewest` and `most` of them train together, default all.
+    The first one leads; `fewest` and `most` of them train together, default all. `through`: the port by which the
+    others reach the leader's (a proxy's).
 
     Returns the run (with the worst exit code of the agents that were not killed) and each agent's exit code.
     """
@@ -121,7 +123,10 @@ def train_on_hosts(
     limits = Limits(fewest or most or len(names), most or len(names), 60.0, steady_s=0.3)
     agents = {}
     for host in names:
-        meeting = Meeting("127.0.0.1", port, limits, host, case.folder / "meeting.json")
+        direct = through is None or host == names[0]
+        # One that looked into the leader's file would find the direct way.
+        place = case.folder / ("meeting.json" if direct else f"meeting-{host}.json")
+        meeting = Meeting("127.0.0.1", port if direct else through(port), limits, host, place)  # type: ignore[misc]
         agents[host] = os.fork()
         if not agents[host]:
             os.environ[NODE] = host

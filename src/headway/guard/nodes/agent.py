@@ -285,6 +285,9 @@ class _Court:
         assert self._watch is not None
         return self._watch.look(pulses, living)
 
+    def evict(self) -> bool:
+        return self._watch is not None and self._watch.evict
+
     def settle(self, pulses: Mapping[int, Pulse]) -> None:
         assert self._watch is not None
         self._watch.settle(pulses)

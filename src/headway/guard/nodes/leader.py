@@ -47,6 +47,9 @@ class Court(Protocol):
 
     def look(self, pulses: Mapping[int, Pulse], living: set[int]) -> Hang | None: ...
 
+    def evict(self) -> bool:
+        """A place that takes part must do so no longer."""
+
     def settle(self, pulses: Mapping[int, Pulse]) -> None:
         """Writes down what the last death has cost, where these pulses tell."""
 
@@ -203,7 +206,12 @@ class Leader:
         hang = self.court.look(pulses, set(pulses))
         if hang is not None:
             self._stop(hang.evidence, hang)
-        elif not self.order.pause and self._may_grow(now, here, pulses):
+        elif self.order.pause:
+            return
+        elif self.court.evict():
+            self.say("a machine was slow again and again: the state is saved, and training goes on without it")
+            self.order = _with(self.order, pause=True)
+        elif self._may_grow(now, here, pulses):
             self.say("more machines have come: the state is saved, and training goes on with them")
             self.order = _with(self.order, pause=True)
 
