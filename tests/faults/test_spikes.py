@@ -34,6 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def clean(path: Path) -> Ran:
     found = ran(path, "name=clean", SHORT)
     assert found.incidents == [] and not found.folder.quarantine.exists()
+    assert any("memory: as often as pays" in line for line in found.said), "by default there is something to go back to"
     return found
 
 

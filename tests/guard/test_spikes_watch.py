@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.bench.spike_streams import clean_steps, score
-from headway.guard.spikes.figures import GRADIENT, HIGHEST, LOSS, LOWEST, SCALE, UPDATE, Figures
+from headway.guard.spikes.figures import GRADIENT, HIGHEST, LOSS, LOWEST, SCALE, SPREAD, UPDATE, Figures
 from headway.guard.spikes.robust import LEAST, Track
 from headway.guard.spikes.watcher import NOT_FINITE, Alarm, Watcher
 
@@ -27,6 +27,7 @@ def step(number: int, dice: np.random.Generator, **changes: float | bool | str) 
         update=0.2 * math.exp(0.05 * dice.standard_normal()),
         highest=4.0 + 0.2 * dice.standard_normal(),
         lowest=0.8 + 0.05 * dice.standard_normal(),
+        spread=0.4 * math.exp(0.1 * dice.standard_normal()),
     )
     return replace(calm, **changes)  # type: ignore[arg-type]
 
@@ -44,14 +45,14 @@ def warmed(steps: int = 200, seed: int = 0) -> tuple[Watcher, np.random.Generato
 
 @pytest.mark.parametrize("noise", ["t5", "t3", "changing"])
 def test_clean_courses_raise_no_alarm_through_warm_up_and_changing_mixtures(noise: str) -> None:
-    found = score(noise, 2500, seed=3)
+    found = score(noise, 1500, seed=3)
     assert found.false_alarms == 0, found
 
 
 # Under tails of the third power some of what is planted lies within what the course does by itself.
 @pytest.mark.parametrize(("noise", "missed"), [("normal", 0.0), ("t3", 0.1)])
 def test_planted_spikes_are_told_of_at_their_own_step(noise: str, missed: float) -> None:
-    found = score(noise, 2500, seed=1, planted_every=50)
+    found = score(noise, 1500, seed=1, planted_every=30)
     assert found.planted > 30 and found.missed <= missed * found.planted and found.false_alarms == 0, found
 
 
@@ -94,6 +95,7 @@ def test_nan_is_an_alarm_however_often_it_comes_where_llm_foundry_says_nothing()
         (UPDATE, {"update": 5.0}),
         (HIGHEST, {"highest": 12.0}),
         (LOWEST, {"lowest": 0.001}),
+        (SPREAD, {"spread": 0.002}),
         (NOT_FINITE, {"grad_norm": math.inf, "finite": False}),
     ],
 )
@@ -107,9 +109,9 @@ def test_each_figure_is_watched_on_the_side_that_matters(figure: str, changes: d
 
 def test_two_figures_a_little_out_are_a_spike_and_one_of_them_is_not() -> None:
     for changes, spike in (
-        ({"grad_norm": 2.1}, False),
-        ({"highest": 5.25}, False),
-        ({"grad_norm": 2.1, "highest": 5.25}, True),
+        ({"grad_norm": 2.5}, False),
+        ({"highest": 6.0}, False),
+        ({"grad_norm": 2.5, "highest": 6.0}, True),
     ):
         watcher, dice = warmed()
         assert bool(feed(watcher, step(201, dice, **changes))) is spike, changes
@@ -122,6 +124,24 @@ def test_a_document_worse_than_guessing_needs_only_the_gradient_to_agree() -> No
             odd = number % 5 == 0
             feed(watcher, step(number, dice, **({"highest": 4.9} if odd else {})))
         assert bool(feed(watcher, step(300, dice, highest=5.2, grad_norm=3.0))) is spike
+
+
+def test_one_word_over_and_over_is_no_text_however_even_some_documents_are() -> None:
+    for usual, spike in ((0.4, True), (0.05, False)):  # before anything is learned, all losses are alike
+        watcher, dice = Watcher(), np.random.default_rng(0)
+        for number in range(1, 300):  # lists are common here: no statistic would find the word
+            even = usual * (0.2 if number % 7 == 0 else 1.0)
+            feed(watcher, step(number, dice, spread=even * math.exp(0.3 * dice.standard_normal())))
+        assert bool(feed(watcher, step(300, dice, spread=0.006, grad_norm=3.0))) is spike
+
+
+def test_a_checkpoint_from_before_a_figure_was_watched_is_taken_up() -> None:
+    watcher, dice = warmed()
+    state = watcher.state()
+    del state["tracks"][SPREAD], state["tracks"][LOSS]["long"]
+    again = Watcher()
+    again.load(state)
+    assert feed(again, step(201, dice)) == [] and feed(again, step(202, dice, nll=3.0))
 
 
 def test_another_mixture_that_is_known_moves_the_level_without_alarm() -> None:
@@ -183,14 +203,14 @@ def test_nothing_is_judged_before_it_can_be() -> None:
 
 def test_a_value_that_is_not_finite_never_enters_a_track() -> None:
     with pytest.raises(ValueError, match="clean"):
-        Track(0.1).absorb(math.nan)
+        Track((0.1, 0.1)).absorb(math.nan)
 
 
-@settings(max_examples=12, deadline=None)
-@given(cut=st.integers(1, 299), seed=st.integers(0, 50))
+@settings(max_examples=6, deadline=None)
+@given(cut=st.integers(1, 249), seed=st.integers(0, 50))
 def test_a_watcher_put_down_and_taken_up_again_goes_on_bit_for_bit(cut: int, seed: int) -> None:
     whole, stopped = Watcher(uniform=5.0), Watcher(uniform=5.0)
-    for figures in clean_steps("t3", 300, seed):
+    for figures in clean_steps("t3", 250, seed):
         if figures.step == cut:
             state = json.loads(json.dumps(stopped.state()))
             stopped = Watcher(uniform=5.0)

@@ -143,8 +143,11 @@ def test_nothing_but_the_logits_is_kept_for_backward():
 def test_per_document_sums_equal_each_document_alone(lengths, seed):
     logits, labels = random_case(sum(lengths), 13, seed)
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    sums, counts = per_document_nll(loss_sum(logits[None], labels[None]).each, labels[None], bounds)
+    sums, squares, counts = per_document_nll(loss_sum(logits[None], labels[None]).each, labels[None], bounds)
     assert sums.shape == counts.shape == (len(lengths),) and not sums.requires_grad
-    for nll, count, x, y in zip(sums, counts, logits.split(lengths), labels.split(lengths), strict=True):
+    parts = zip(sums, squares, counts, logits.split(lengths), labels.split(lengths), strict=True)
+    for nll, square, count, x, y in parts:
         _, expected, tokens, _ = reference(x, y, 0.0, 0.0)
+        each = [float(reference(x[[at]], y[[at]], 0.0, 0.0)[1]) for at in range(len(y))]
+        assert square.item() == pytest.approx(sum(one**2 for one in each), rel=1e-4, abs=1e-5)
         assert count.item() == tokens and nll.item() == pytest.approx(float(expected), rel=1e-4, abs=1e-5)

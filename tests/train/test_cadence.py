@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from headway.config.checkpoint import CheckpointConfig
 from headway.guard.control import Control
-from headway.train.cadence import FIRST_STEPS, Cadence
+from headway.train import places
+from headway.train.cadence import FIRST_STEPS, SPIKES_A_STEP, YOUNG_S, Cadence
+from headway.train.places import no_room
 
 
 def cadence(said: list[str], **every: Any) -> Cadence:
@@ -63,3 +68,56 @@ def test_auto_adapts_when_saves_become_dear() -> None:
     found.decide(5000, {"disk"}, 8000.0)
     found.decide(6000, {"disk"}, 8000.0)
     assert found._next["disk"] - 6000 > 3 * (cheap[-1] - cheap[-2])
+
+
+def test_a_run_younger_than_a_minute_takes_no_memory_unasked() -> None:
+    found = cadence([], disk=None, memory="auto", remote=None)
+    found.meter.step(0.5, False)
+    assert not found.due(1) and found.due(FIRST_STEPS) == {"memory"}
+    assert found.too_early(FIRST_STEPS, {"memory"}, lambda: 5.0) == {"memory"}
+    later = FIRST_STEPS + round((YOUNG_S - 5.0) / 0.5)
+    assert not found.due(later - 1) and found.due(later) == {"memory"}
+    assert found.too_early(later, {"memory"}, lambda: YOUNG_S + 1.0) == set()
+    asked_for = cadence([], disk=None, memory=4, remote=None)
+    assert asked_for.too_early(4, {"memory"}, lambda: 1.0) == set()
+
+
+def test_memory_checkpoints_are_as_frequent_as_spikes_ask_for() -> None:
+    said: list[str] = []
+    found = cadence(said, disk=None, memory="auto", remote=None)
+    found.gpus, found.spikes = 1, SPIKES_A_STEP  # one card: a failure in years
+    steps = [_measured(found, number) for number in range(1, 8)]
+    assert steps[-1] == pytest.approx((2 * 0.1 / SPIKES_A_STEP) ** 0.5, rel=0.05)
+    assert sum("for the sake of spikes" in line for line in said) == 1, "said once"
+    without = cadence([], disk=None, memory="auto", remote=None)
+    without.gpus = 1
+    assert [_measured(without, number) for number in range(1, 8)][-1] > 1000, "planted: failures alone ask for hours"
+
+
+def _measured(found: Cadence, number: int) -> int:
+    """Another save of 0.2 s, steps being 2 s long; the interval after it."""
+    found.meter.step(2.0, False)
+    found.meter.begun(0.2)
+    found.meter.published("memory", 3.0)
+    found.decide(1000 * number, {"memory"}, 1000.0)
+    return found._next["memory"] - 1000 * number
+
+
+def test_memory_that_was_not_asked_for_is_at_most_half_of_what_is_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    memory = SimpleNamespace(root=tmp_path)
+    node = SimpleNamespace(
+        memory=memory, node_ranks=[0, 1], has_peers=False, disk=SimpleNamespace(control=Control(None))
+    )
+    monkeypatch.setattr(places, "free_on_host", lambda: 10e9)
+    monkeypatch.setattr(places.shutil, "disk_usage", lambda path: SimpleNamespace(free=8e9))
+
+    def why(size: float, to_come: float = 0.0, **more: Any) -> str:
+        return no_room(CheckpointConfig(), SimpleNamespace(**{**vars(node), **more}), size, to_come, ranks=4)
+
+    assert why(4e9) == "", "two rooms of this node's half: 4 of 8 GB"
+    assert "4.10 GB would be more than half of the 8.00 GB" in why(4.1e9)
+    assert "more than half of the 7.00 GB" in why(4e9, to_come=3e9), "the optimizer's state is not there yet"
+    assert "6.00 GB" in why(4e9, has_peers=True), "and the neighbour's part"
+    assert why(1.0, memory=None, off="no shared memory") == "no shared memory"

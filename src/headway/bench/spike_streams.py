@@ -15,7 +15,7 @@ from headway.guard.spikes.watcher import Watcher
 NOISES = ("normal", "t5", "t3", "laplace", "changing")
 """How norms scatter: normal and laplace in their logarithm (a power law in the norm itself), t5 and t3 (Student's) as
 a share of the norm, changing: t5 whose width itself wanders."""
-PLANTS = ("not finite", "gradient", "update", "garbage document", "repeated token")
+PLANTS = ("not finite", "gradient", "update", "garbage document", "repeated token", "repeated word")
 
 _UNIFORM = math.log(50_000)
 _CHUNK = 4096
@@ -36,7 +36,7 @@ class Score:
 
 def clean_steps(noise: str, steps: int, seed: int) -> Iterator[Figures]:
     """A run of `steps`: 100 steps of warm-up, a falling loss, and a mixture that changes (as is known) every 5,000."""
-    dice = np.random.default_rng((seed, NOISES.index(noise)))
+    dice, inner = (np.random.default_rng((seed, NOISES.index(noise), *more)) for more in ((), (1,)))
     for first in range(0, steps, _CHUNK):
         at = np.arange(first, min(first + _CHUNK, steps))
         mixture = at // 5000
@@ -52,6 +52,10 @@ def clean_steps(noise: str, steps: int, seed: int) -> Iterator[Figures]:
         documents -= np.where(odd > 0.98, level[:, None] * dice.uniform(0.2, 0.6, odd.shape), 0.0)
         documents = documents.clip(0.2)
         nll = documents.mean(axis=1)
+        # Inside a document losses are even while all tokens are guessed alike, and scatter as they are learned; lists
+        # and boilerplate are evener than prose.
+        spreads = np.exp(-0.35 - 3.0 * np.exp(-at / 25)[:, None] + 0.25 * inner.standard_normal(documents.shape))
+        spreads *= np.where(inner.random(documents.shape) < 0.01, inner.uniform(0.3, 1.0, documents.shape), 1.0)
         for row, step in enumerate(at.tolist()):
             yield Figures(
                 step=step + 1,
@@ -61,6 +65,7 @@ def clean_steps(noise: str, steps: int, seed: int) -> Iterator[Figures]:
                 update=float(update[row]),
                 highest=float(documents[row].max()),
                 lowest=float(documents[row].min()),
+                spread=float(spreads[row].min()),
                 kind=f"mixture {mixture[row]}",
             )
 
@@ -81,6 +86,8 @@ def plant(figures: Figures, spike: str, dice: np.random.Generator) -> Figures:
             highest=max(figures.highest, _UNIFORM + dice.uniform(0.1, 4)),
             grad_norm=figures.grad_norm * dice.uniform(4, 10),
         )
+    if spike == "repeated word":  # an ordinary one, before the run has learned that what came before comes again
+        return replace(figures, spread=10 ** dice.uniform(-3, -2), grad_norm=figures.grad_norm * dice.uniform(1, 3))
     return replace(
         figures,
         nll=figures.nll * (1 - 1 / dice.uniform(4, 24)),

@@ -45,9 +45,9 @@ class CheckpointConfig(Section):
         "fails; null saves only at the end and when the run is stopped.",
     )
     memory_every: Annotated[int, Field(ge=1)] | Literal["auto"] | None = Field(
-        default=None,
-        description="Optimizer steps between checkpoints in the node's shared memory, which survive a killed process "
-        "but not the node; null makes none but those on their way to the disk.",
+        default="auto",
+        description="Optimizer steps between checkpoints in the node's shared memory, for spikes and killed processes; "
+        "`auto` as often as pays, within half of the free memory; null only those on their way to the disk.",
     )
     keep_memory: int = Field(
         default=1,

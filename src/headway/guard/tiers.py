@@ -161,6 +161,11 @@ class Tiers:
         """The ranks on this node, which share its memory."""
         return self._node.ranks
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether other nodes' parts are copied to this one's memory."""
+        return len(self._node.firsts) > 1
+
     # -- saving ------------------------------------------------------------------------------------------------------
 
     def save(

@@ -42,17 +42,25 @@ def loss_sum(logits: Tensor, labels: Tensor, *, z_loss: float = 0.0, label_smoot
     return LossSum(loss, nll.detach(), (flat_labels != IGNORE).sum(), each.detach())
 
 
-def per_document_nll(each: Tensor, labels: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """(float32 [D] sum of cross entropy, float32 [D] trained tokens) of each document of a micro-batch.
+class DocumentSums(NamedTuple):
+    """Sums over the trained tokens of each document, float32 [D]: cross entropy, its squares, their number."""
+
+    nll: Tensor
+    squares: Tensor
+    tokens: Tensor
+
+
+def per_document_nll(each: Tensor, labels: Tensor, cu_seqlens: Tensor) -> DocumentSums:
+    """The sums of each document of a micro-batch.
 
     each float32 [slots] from `LossSum`, labels [...] over the slots that cu_seqlens int32 [D + 1] divides. The order of
     the sum is fixed, so that it is the same bits on every run, and nothing waits for the device.
     """
     sizes = cu_seqlens.diff().long()
     trained = (labels.flatten() != IGNORE).to(each.dtype)
-    both = torch.stack([each, trained], dim=1)
-    sums = torch.segment_reduce(both, "sum", lengths=sizes, axis=0, unsafe=True)
-    return sums[:, 0], sums[:, 1]
+    columns = torch.stack([each, each * each, trained], dim=1)
+    sums = torch.segment_reduce(columns, "sum", lengths=sizes, axis=0, unsafe=True)
+    return DocumentSums(*sums.unbind(1))
 
 
 class _Terms(NamedTuple):

@@ -19,6 +19,18 @@ def memory_capacity(device_type: str, ranks_here: int) -> float:
     return available / ranks_here + psutil.Process().memory_info().rss
 
 
+def free_on_host() -> float:
+    """Bytes that are free on this host, in this container: what files hold in the page cache can be had back."""
+    free = float(psutil.virtual_memory().available)
+    root = _CGROUP[0].parent
+    try:
+        stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        used = int((root / "memory.current").read_text()) - int(stat["inactive_file"]) - int(stat["active_file"])
+    except (OSError, ValueError, KeyError):
+        return free
+    return min(free, max(0.0, _cgroup_limit() - used))
+
+
 def _cgroup_limit() -> float:
     """A container's limit; infinite where there is none."""
     for path in _CGROUP:

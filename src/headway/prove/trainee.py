@@ -92,6 +92,6 @@ def prepared(config: RunConfig, scratch: Path) -> RunConfig:
     values["out"], values["name"] = scratch, "trainee"
     values["data"]["shards"] = config.shards
     values["log"].update(quiet=True, tensorboard=False)
-    values["checkpoint"].update(every=None, at_end=False, resume="auto")
+    values["checkpoint"].update(every=None, memory_every=None, at_end=False, resume="auto")
     values["parallel"].update(ranks=1)
     return RunConfig.model_validate(values)

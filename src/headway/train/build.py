@@ -40,7 +40,7 @@ from headway.train import fitting
 from headway.train import resume as resuming
 from headway.train.agreement import first_failure
 from headway.train.assemble import Assembled, assemble
-from headway.train.cadence import Cadence
+from headway.train.cadence import SPIKES_A_STEP, Cadence, Every
 from headway.train.clock import StepClock
 from headway.train.compiling import as_record as decision_record
 from headway.train.data import Say, decoder, evaluation_view, make_stream, prepare_sources, total_steps, training_view
@@ -54,6 +54,7 @@ from headway.train.memory import Fit
 from headway.train.model import BuiltModel, check_model_section
 from headway.train.place import Place, find_place, peak_of
 from headway.train.places import describe as describe_places
+from headway.train.places import no_room
 from headway.train.reporter import Reporter
 from headway.train.rollback import Went, go_back
 from headway.train.run import Run
@@ -162,17 +163,26 @@ def _build(
     with run_clock.phase("compile"):
         fit, facts, optimizer_bytes = _fit(config, learner, model, place, reporter, state.step, say)
     failures, device_s = resuming.failures_so_far(folder)
-    cadence = Cadence(every_of(config.checkpoint), place.world, failures, device_s, control(), say)
+    every = every_of(config.checkpoint)
+    kept = [p for p in model.module.parameters() if p.requires_grad or config.model.lora is None]
+    saved, optimizer_size = sum(p.numel() * p.element_size() for p in kept), optimizer_bytes * place.layout.shard
+    if every["memory"] == "auto":
+        to_come = optimizer_bytes * place.ranks_here if place.device.type == "cpu" else 0.0
+        why_none = no_room(config.checkpoint, tiers, saved + optimizer_size, to_come, place.world)
+        if why_none:
+            every["memory"] = None
+            say(f"checkpoints: {why_none}")
+    spikes_a_step = SPIKES_A_STEP if config.guard.spikes == "act" else 0.0
+    cadence = Cadence(every, place.world, failures, device_s, control(), say, spikes=spikes_a_step)
     saves = Saves(config.checkpoint, tiers, reporter, say, cadence, lambda: run_clock.account().wall_ns / 1e9)
     reporter.on_step = saves.step
     if found is not None:
         for reason in found.ref.rejected:
             action = f"went on from step {state.step} ({found.tier})"
             reporter.incident("checkpoint rejected", state.step, reason, action)
-    kept = [p for p in model.module.parameters() if p.requires_grad or config.model.lora is None]
-    saved = sum(p.numel() * p.element_size() for p in kept)
-    for line in describe_places(config.checkpoint, tiers, saved, optimizer_bytes * place.layout.shard, place.world):
+    for line in describe_places(config.checkpoint, tiers, every["memory"], saved, optimizer_size, place.world):
         say(f"checkpoints: {line}")
+    say(f"guard: {_guard_line(config, every['memory'])}")
     spikes = _spikes(config, learner, fit, stream, folder, place, reporter, tiers, state, say)
     return Run(
         config=config,
@@ -269,8 +279,6 @@ def _spikes(
     ledger = control().on_main(lambda: read_ledger(folder.quarantine), UserError, (UserError, OSError))
     for note in aside.join(state.quarantine, ledger, state.position.epoch):
         say(note)
-    if place.rank == 0:
-        say(f"guard: {_guard_line(config)}")
     lora, clock = config.model.lora is not None, reporter.run_clock
 
     def back(before_step: int) -> Went | None:
@@ -295,11 +303,11 @@ def _spikes(
     return spikes
 
 
-def _guard_line(config: RunConfig) -> str:
+def _guard_line(config: RunConfig, memory_every: Every) -> str:
     if config.guard.spikes != "act":
         return f"spikes: {config.guard.spikes}; nothing but what is not finite is held back"
     offered = ", then ".join(config.guard.actions) or "nothing"
-    every = config.checkpoint.memory_every or config.checkpoint.every
+    every = memory_every or config.checkpoint.every
     often = f", one every {every} steps" if isinstance(every, int) else ""
     back = f"back to checkpoints{often}" if every else "no checkpoint to go back to"
     return f"bad steps are held back, documents at fault set aside; else {back} ({offered}, then stop)"

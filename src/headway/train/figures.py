@@ -15,9 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from headway.data.batch import PADDING_DOC, Batch
 from headway.guard.spikes.figures import NAMES, Figures
+from headway.guard.spikes.robust import Range
 from headway.guard.spikes.watcher import KINDS, LOGARITHMIC, Limits
 from headway.model.loss import LossSum, per_document_nll
 
+_EVENEST = 1e-3
 LEAST_LABELS = 8
 """Trained tokens of a document whose mean loss says something."""
 _SAMPLE = 1024  # elements of every parameter whose update is followed: of a large model one in thousands, and enough
@@ -30,6 +32,7 @@ class Local(NamedTuple):
     nll: Tensor
     highest: Tensor  # mean nll of a single document; -inf, inf where the rank has none long enough
     lowest: Tensor
+    spread: Tensor  # least deviation of the losses in a document over their mean; inf where the rank has none
     broken: Tensor  # 1 where this rank's own gradient is not finite, before it was summed with the others'
     moved: Tensor  # the last update's sampled squares over the squared learning rate, and how many
     sampled: Tensor
@@ -41,13 +44,19 @@ class Documents:
 
     device: torch.device
     means: list[Tensor] = field(default_factory=list)
+    spreads: list[Tensor] = field(default_factory=list)
     raw: list[np.ndarray] = field(default_factory=list)
 
     def add(self, loss: LossSum, batch: Batch) -> None:
         if loss.each is None:
             return
-        sums, counts = per_document_nll(loss.each, batch.labels, batch.cu_seqlens)
-        self.means.append(torch.where(counts >= LEAST_LABELS, sums / counts, math.nan).float())
+        nll, squares, tokens = per_document_nll(loss.each, batch.labels, batch.cu_seqlens)
+        enough, mean = tokens >= LEAST_LABELS, nll / tokens
+        self.means.append(torch.where(enough, mean, math.nan).float())
+        deviation = (squares / tokens - mean * mean).clamp_min(0.0).sqrt()
+        # Where no token costs anything there is nothing to compare; the least that float32 can tell from 0.
+        even = torch.where(enough & (mean > 0), (deviation / mean).clamp_min(_EVENEST), math.nan)
+        self.spreads.append(even.float())
         self.raw.append(np.where(batch.documents == PADDING_DOC, PADDING_DOC, batch.documents))
 
     def ids(self) -> np.ndarray:
@@ -58,14 +67,18 @@ class Documents:
         """float32 [D] in the order of `ids`; NaN where a document is too short to say something."""
         return torch.cat(self.means) if self.means else torch.zeros(0, device=self.device)
 
-    def extremes(self) -> tuple[Tensor, Tensor]:
-        """(highest, lowest); NaN where a document's loss is NaN, whatever the others are."""
+    def extremes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(highest, lowest, least spread), of the documents that have one."""
         none = torch.full((), math.inf, device=self.device)
         if not self.means:
-            return -none, none
-        all_means = torch.cat(self.means)
-        known = ~torch.isnan(all_means)
-        return torch.where(known, all_means, -math.inf).amax(), torch.where(known, all_means, math.inf).amin()
+            return -none, none, none
+        means, spreads = torch.cat(self.means), torch.cat(self.spreads)
+        known = ~torch.isnan(means)
+        return (
+            torch.where(known, means, -math.inf).amax(),
+            torch.where(known, means, math.inf).amin(),
+            torch.where(torch.isnan(spreads), math.inf, spreads).amin(),
+        )
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,7 @@ class Row(NamedTuple):
     update: Tensor  # of the step before
     highest: Tensor
     lowest: Tensor
+    spread: Tensor
 
 
 COLUMNS = Row._fields
@@ -139,7 +153,7 @@ def watched(table: Tensor, trained_tokens: int, grad_norm: Tensor) -> dict[str, 
     """The figures by the guard's names, NaN where there is none."""
     nan = torch.full_like(grad_norm, math.nan)
     column = dict(zip(Local._fields, table.unbind(1), strict=True))
-    highest, lowest = column["highest"].amax(), column["lowest"].amin()
+    highest, lowest, spread = column["highest"].amax(), column["lowest"].amin(), column["spread"].amin()
     moved, sampled = column["moved"].sum(), column["sampled"].sum()
     values = (
         column["nll"].sum() / trained_tokens,
@@ -147,13 +161,15 @@ def watched(table: Tensor, trained_tokens: int, grad_norm: Tensor) -> dict[str, 
         torch.where(moved > 0, (moved / sampled).sqrt(), nan),
         torch.where(highest > -math.inf, highest, nan),
         torch.where(lowest < math.inf, lowest, nan),
+        torch.where(spread < math.inf, spread, nan),
     )
     return dict(zip(NAMES, values, strict=True))
 
 
 def limits_on(limits: Limits, device: torch.device) -> Tensor:
-    """float32 [2, 2, 5]: far and near, low and high, in the order of NAMES. The host does not wait."""
-    rows = [[[ranges[name][side] for name in NAMES] for side in (0, 1)] for ranges in (limits.far, limits.near)]
+    """float32 [3, 2, 6]: far, near and senseless, low and high, in the order of NAMES. The host does not wait."""
+    parts = (limits.far, limits.near, limits.senseless)
+    rows = [[[ranges.get(name, Range())[side] for name in NAMES] for side in (0, 1)] for ranges in parts]
     table = torch.tensor(rows, dtype=torch.float32)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
@@ -164,8 +180,8 @@ def inside(values: dict[str, Tensor], limits: Tensor) -> Tensor:
     value = torch.stack(listed)
     value = torch.where(value == -math.inf, math.nan, value)  # the logarithm of 0: there was nothing
     beyond = (value < limits[:, 0]) | (value > limits[:, 1])
-    far, near = beyond.unbind(0)
-    kinds = torch.stack([near[_members(kind)].any() for kind in dict.fromkeys(KINDS.values())])
+    far, near, senseless = beyond.unbind(0)
+    kinds = torch.stack([near[_members(kind)].any() for kind in dict.fromkeys(KINDS.values())] + [senseless.any()])
     return ~far.any() & (kinds.sum() < 2)
 
 
@@ -184,6 +200,7 @@ def figures_of(step: int, values: Sequence[float], kind: str) -> Figures:
         update=row["update"],
         highest=row["highest"],
         lowest=row["lowest"],
+        spread=row["spread"],
         loss_scale=1.0 if math.isnan(row["scale"]) else row["scale"],
         kind=kind,
         taken=bool(row["taken"]),

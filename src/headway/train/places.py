@@ -17,11 +17,13 @@ from headway.guard.memory import memory_root
 from headway.guard.object_store import ObjectStore
 from headway.guard.remote import read_remote_manifest
 from headway.guard.tiers import Tiers
+from headway.parallel.memory import free_on_host
 from headway.record.files import read_json
 from headway.record.folder import RunFolder
 from headway.train.resume import remote_place
 
 _LOOK_S = 10.0
+_MOST_OF_FREE = 0.5
 GB = 1e9
 
 
@@ -50,20 +52,50 @@ def places_of(run_dir: Path) -> tuple[dict[str, list[CheckpointInfo]], list[str]
     return found, []
 
 
-def describe(config: CheckpointConfig, tiers: Tiers, model_bytes: int, optimizer_bytes: float, ranks: int) -> list[str]:
+def no_room(config: CheckpointConfig, tiers: Tiers, size: float, to_come: float, ranks: int) -> str:
+    """Why memory checkpoints that were not asked for would take too much of some node's memory; empty where they fit.
+    Collective.
+
+    size: bytes of the whole state. to_come: bytes that training will take on this host and has not taken yet.
+    """
+    return next(filter(None, tiers.disk.control.gather(_no_room_here(config, tiers, size, to_come, ranks))), "")
+
+
+def _no_room_here(config: CheckpointConfig, tiers: Tiers, size: float, to_come: float, ranks: int) -> str:
+    if tiers.memory is None:
+        return tiers.off
+    rooms = config.keep_memory + 1 + tiers.has_peers  # a neighbour's copy lies here, too
+    need = rooms * size * len(tiers.node_ranks) / ranks
+    free = min(free_on_host() - to_come, float(shutil.disk_usage(tiers.memory.root).free))
+    if need <= _MOST_OF_FREE * free:
+        return ""
+    return (
+        f"no memory checkpoints: {need / GB:,.2f} GB would be more than half of the {max(0.0, free) / GB:,.2f} GB that "
+        "are free; checkpoint.memory_every: N makes them all the same"
+    )
+
+
+def describe(
+    config: CheckpointConfig,
+    tiers: Tiers,
+    memory_every: int | str | None,
+    model_bytes: int,
+    optimizer_bytes: float,
+    ranks: int,
+) -> list[str]:
     """What each tier will hold, for a run's start; the optimizer's state is an estimate until the first save."""
     size = model_bytes + optimizer_bytes
     lines = [
         f"about {size / GB:,.2f} GB each: model {model_bytes / GB:,.2f} GB, optimizer {optimizer_bytes / GB:,.2f} GB"
     ]
-    saves = config.every is not None or config.memory_every is not None
+    saves = config.every is not None or memory_every is not None
     if tiers.memory is None:
         lines.append(tiers.off)
     elif saves:
-        rooms = config.keep_memory + 1
+        rooms = config.keep_memory + 1 + tiers.has_peers
         here = size * len(tiers.node_ranks) / ranks
         free = shutil.disk_usage(tiers.memory.root).free
-        every = f"{_every(config.memory_every)} and " if config.memory_every is not None else ""
+        every = f"{_every(memory_every)} and " if memory_every is not None else ""
         lines.append(
             f"memory: {every}on the way to the disk, {rooms} x {here / GB:,.2f} GB of {free / GB:,.2f} GB in "
             f"{tiers.memory.root.parent}"

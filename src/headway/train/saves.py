@@ -59,6 +59,9 @@ class Saves:
         Raises UserError on every rank when more saves in a row failed than `checkpoint.max_failures` allows.
         """
         self._stop_when_hopeless()
+        self._owed -= self.cadence.too_early(step, self._owed, self.session_s)
+        if not self._owed:
+            return
         started = time.perf_counter()
         if self.tiers.off:
             if "disk" in self._owed:

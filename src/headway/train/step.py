@@ -94,7 +94,7 @@ class Learner:
         before it.
 
         Returns:
-            float32 [9] on the device, equal on all ranks: a `figures.Row`. `detail` has what explains it.
+            float32 [10] on the device, equal on all ranks: a `figures.Row`. `detail` has what explains it.
 
         Raises:
             OutOfMemory: on all ranks, where one of them ran out of memory.
@@ -140,18 +140,18 @@ class Learner:
         return torch.stack(row)
 
     def _local(self, sums: Tensor) -> Local:
-        highest, lowest = self._documents.extremes()
-        return Local(sums[0], sums[1], highest, lowest, self._broken.take(), self.sample.moved, self.sample.count)
+        extremes = self._documents.extremes()
+        return Local(sums[0], sums[1], *extremes, self._broken.take(), self.sample.moved, self.sample.count)
 
     def _row(
         self, table: Tensor, trained_tokens: int, norm: Tensor, scale: Tensor | None
     ) -> tuple[Row, dict[str, Tensor]]:
         values = watched(table, trained_tokens, norm)
-        nll, _, update, highest, lowest = values.values()
+        nll, _, update, *documents = values.values()
         objective = table[:, 0].sum() / trained_tokens
         finite = (torch.isfinite(norm) & torch.isfinite(objective)).float()
         shown = torch.full_like(norm, float("nan")) if scale is None else scale
-        return Row(objective, nll, norm, finite, shown, finite, update, highest, lowest), values
+        return Row(objective, nll, norm, finite, shown, finite, update, *documents), values
 
     def _gate(self, finite: Tensor, values: dict[str, Tensor], limits: Limits, scale: Tensor | None) -> Tensor:
         """Whether this step is held back; an overflow under a loss scale above 1 is only skipped."""

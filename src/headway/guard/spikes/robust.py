@@ -12,6 +12,8 @@ RECENT = 12
 """Values whose median is where the next one is expected: short, so that a falling loss is followed."""
 SPREAD = 32
 """Deviations whose median size is the present noise."""
+LONG = 256
+"""Deviations whose median size is the noise of the course, which the present one is held to."""
 WINDOW = 1536
 """Deviations, over the noise of their time, that tails are read from."""
 LEAST = 12
@@ -32,6 +34,12 @@ _MARGIN = 1.15  # for the scale, which is known no better
 # clean, moves a limit by a quarter, and the next spike is missed because of it.
 _MOST_EXCESS = 4.0
 _TAIL_LEAST, _YOUNG = 150, (14.0, 8.0)  # deviations of a normal distribution, far and near, until there are so many
+# What matters least, times this, until tails are known: a course that looks even for some dozens of steps may have odd
+# documents in it that come once in a hundred.
+_YOUNG_FLOOR = 1.75
+# The median of 32 deviations is off by a fifth, and by more where documents of two kinds take turns at the extremes:
+# within this factor the long median says more. Beyond it the noise has changed.
+_PRESENT = 1.6
 _REFRESH = 16  # values between two looks at the tails: sorting each time would cost more than all the rest
 
 
@@ -50,13 +58,12 @@ class Track:
     is taken from what was expected before it came, and divided by the noise of that moment, so that a warm-up's
     turbulence is not held against later steps. Limits lie where these deviations' own tails (their mean excess over the
     outer 5 %, single ones capped) would be passed with the chances FAR and NEAR: for values too high by the upper
-    tail, for values too low
-    by the lower one. Deterministic.
+    tail, for values too low by the lower one. Deterministic.
 
-    floor: the smallest deviation that matters, in the figure's own unit.
+    floors: the smallest deviations down and up that matter, in the figure's own unit.
     """
 
-    floor: float
+    floors: tuple[float, float]
     recent: list[float] = field(default_factory=list)
     deviations: list[float] = field(default_factory=list)
     relative: list[float] = field(default_factory=list)
@@ -64,6 +71,7 @@ class Track:
     centre: float = math.nan
     """The value expected next; NaN where nothing is known."""
     _noise: float | None = None
+    _long: float | None = None
     _reach: list[tuple[float, float]] = field(default_factory=lambda: [(math.inf, math.inf)] * 2)
 
     def limits(self) -> tuple[Range, Range]:
@@ -72,14 +80,15 @@ class Track:
             return Range(), Range()
         # A median of few values is itself uncertain.
         slack = 1 + 3 / len(self.recent) if len(self.recent) < RECENT else 1.0
+        young = 1.0 if len(self.relative) >= _TAIL_LEAST else _YOUNG_FLOOR
         far, near = (
             Range(
                 *(
-                    self.centre + slack * sign * max(floor, reach * self._noise)
-                    for sign, reach in zip((-1, 1), pair, strict=True)
+                    self.centre + slack * sign * max(scale * young * floor, reach * self._noise)
+                    for sign, floor, reach in zip((-1, 1), self.floors, pair, strict=True)
                 )
             )
-            for floor, pair in zip((self.floor, _NEAR_FLOOR * self.floor), self._reach, strict=True)
+            for scale, pair in zip((1.0, _NEAR_FLOOR), self._reach, strict=True)
         )
         return far, near
 
@@ -92,11 +101,12 @@ class Track:
                 self.relative.append((value - self.centre) / self._noise if self._noise > 0 else 0.0)
             self.deviations.append(value - _middle(self.recent))
         self.recent.append(value)
-        del self.recent[:-RECENT], self.deviations[:-SPREAD], self.relative[:-WINDOW]
+        del self.recent[:-RECENT], self.deviations[:-LONG], self.relative[:-WINDOW]
         self.seen += 1
-        self._look()
         if self.seen % _REFRESH == 0:
+            self._long = self._long_noise()
             self._reach = self._measure()
+        self._look()
 
     def change(self) -> None:
         """A new level is expected from here (another sequence length or mixture); the noise known so far holds."""
@@ -110,23 +120,34 @@ class Track:
             "deviations": list(self.deviations),
             "relative": list(self.relative),
             "seen": self.seen,
+            "long": self._long,
             "reach": [[_written(value) for value in pair] for pair in self._reach],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self.recent, self.deviations = list(state["recent"]), list(state["deviations"])
         self.relative, self.seen = list(state["relative"]), state["seen"]
+        self._long = state.get("long")  # checkpoints from before it have none
         read = [[math.inf if value is None else value for value in pair] for pair in state["reach"]]
         self._reach = [(down, up) for down, up in read]
         self._look()
 
     def _look(self) -> None:
         """What is expected next, and the noise around it (as a normal distribution's standard deviation)."""
-        known = len(self.deviations) >= LEAST
+        lately = self.deviations[-SPREAD:]
+        known = len(lately) >= LEAST
         # A median lags behind a trend by half its window: that much every deviation has in common.
-        lag = _middle(self.deviations) if known else 0.0
+        lag = _middle(lately) if known else 0.0
         self.centre = _middle(self.recent) + lag if self.recent else math.nan
-        self._noise = _MAD * _middle([abs(value - lag) for value in self.deviations]) if known else None
+        self._noise = _MAD * _middle([abs(value - lag) for value in lately]) if known else None
+        if self._noise is not None and self._long is not None:
+            self._noise = min(max(self._long, self._noise / _PRESENT), self._noise * _PRESENT)
+
+    def _long_noise(self) -> float | None:
+        if len(self.deviations) <= 2 * SPREAD:
+            return None
+        found = np.array(self.deviations)
+        return _MAD * float(np.median(np.abs(found - np.median(found))))
 
     def _measure(self) -> list[tuple[float, float]]:
         """(down, up) far and near, in units of the present noise."""

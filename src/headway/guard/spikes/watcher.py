@@ -6,17 +6,28 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.guard.spikes.figures import GRADIENT, HIGHEST, LOSS, LOWEST, SCALE, UPDATE, Figures
+from headway.guard.spikes.figures import GRADIENT, HIGHEST, LOSS, LOWEST, SCALE, SPREAD, UPDATE, Figures
 from headway.guard.spikes.robust import Range, Track
 
-# The smallest deviation that matters: nats for losses, a factor (as its logarithm) for norms.
-FLOORS = {LOSS: 0.1, GRADIENT: math.log(3), UPDATE: math.log(4), HIGHEST: 0.25, LOWEST: math.log(2)}
-LOGARITHMIC = (GRADIENT, UPDATE, LOWEST)
-KINDS = {LOSS: "loss", HIGHEST: "loss", LOWEST: "loss", GRADIENT: "gradient", UPDATE: "update"}
+# The smallest deviations down and up that matter: nats for losses, a factor (as its logarithm) for the rest. A small
+# gradient harms little by itself, and what is learned by heart has losses near 0 without being at fault.
+FLOORS = {
+    LOSS: (0.1, 0.1),
+    GRADIENT: (math.log(10), math.log(3)),
+    UPDATE: (math.log(10), math.log(4)),
+    HIGHEST: (0.25, 0.25),
+    LOWEST: (math.log(4), math.log(4)),
+    SPREAD: (math.log(3), math.log(10)),
+}
+LOGARITHMIC = (GRADIENT, UPDATE, LOWEST, SPREAD)
+KINDS = {LOSS: "loss", HIGHEST: "loss", LOWEST: "loss", SPREAD: "loss", GRADIENT: "gradient", UPDATE: "update"}
 LAG = 2
 """Limits of step k come from steps up to k - LAG: on a GPU no later one is known in time, and they must not depend on
 how far the device was behind."""
 _WELL_BELOW = 0.7
+# Words differ in how well they are foreseen: losses within a fiftieth of each other are no text, once texts are told
+# apart from noise at all.
+_EVEN, _UNEVEN = math.log(0.02), math.log(0.1)
 _OVERFLOWS, _OF_STEPS = 12, 16
 NOT_FINITE = "not finite"
 
@@ -26,11 +37,13 @@ class Limits:
     """The far and the near range of every watched figure, in the scale of `Figures.watched`.
 
     A step is a spike when one figure leaves its far range, or figures of two kinds (loss, gradient, update) leave
-    their near ranges: a poisoned document moves both its loss and the gradient, clean outliers seldom do.
+    their near ranges: a poisoned document moves both its loss and the gradient, clean outliers seldom do. What is
+    beyond `senseless` counts as a kind of its own: it is judged by what losses mean, not by how they have scattered.
     """
 
     far: dict[str, Range]
     near: dict[str, Range]
+    senseless: dict[str, Range] = field(default_factory=dict)
 
     def beyond(self, values: dict[str, float]) -> dict[str, float]:
         """The figures that make it a spike, each with the limit it passed."""
@@ -38,7 +51,12 @@ class Limits:
         if far:
             return far
         near = {name: limit for name, value in values.items() if (limit := _passed(value, self.near[name])) is not None}
-        return near if len({KINDS[name] for name in near}) > 1 else {}
+        senseless = {
+            name: limit
+            for name, allowed in self.senseless.items()
+            if name in values and (limit := _passed(values[name], allowed)) is not None
+        }
+        return {**senseless, **near} if len({KINDS[name] for name in near}) + bool(senseless) > 1 else {}
 
 
 def _passed(value: float, allowed: Range) -> float | None:
@@ -71,11 +89,11 @@ class Watcher:
     """Tells of every step whether it is clean. Deterministic: a function of the figures it was given, in order.
 
     uniform: loss of guessing among all tokens alike, ln(vocabulary). Once the run is well below it, a document above it
-    is no text the model could learn from, however odd the documents before were: that is beyond the near limit.
+    is no text the model could learn from, however odd the documents before were: that is senseless, whatever they say.
     """
 
     uniform: float = math.inf
-    tracks: dict[str, Track] = field(default_factory=lambda: {name: Track(floor) for name, floor in FLOORS.items()})
+    tracks: dict[str, Track] = field(default_factory=lambda: {name: Track(floors) for name, floors in FLOORS.items()})
     _kind: str | None = None
     _waiting: list[Figures] = field(default_factory=list)
     _overflows: list[int] = field(default_factory=list)
@@ -92,8 +110,9 @@ class Watcher:
             {name: far for name, (far, _) in both.items()}, {name: near for name, (_, near) in both.items()}
         )
         if self.tracks[LOSS].centre < _WELL_BELOW * self.uniform:
-            low, high = limits.near[HIGHEST]
-            limits.near[HIGHEST] = Range(low, min(high, self.uniform))
+            limits.senseless[HIGHEST] = Range(-math.inf, self.uniform)
+        if self.tracks[SPREAD].centre > _UNEVEN:
+            limits.senseless[SPREAD] = Range(_EVEN, math.inf)
         return limits
 
     def judge(self, figures: Figures, limits: Limits) -> list[Alarm]:
@@ -153,7 +172,8 @@ class Watcher:
 
     def load(self, state: dict[str, Any]) -> None:
         for name, track in self.tracks.items():
-            track.load(state["tracks"][name])
+            if name in state["tracks"]:  # a figure that is younger than the checkpoint starts anew
+                track.load(state["tracks"][name])
         self._kind = state["kind"]
         self._waiting = [_figures(plain) for plain in state["waiting"]]
         self._overflows = list(state["overflows"])
