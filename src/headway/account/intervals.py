@@ -19,7 +19,10 @@ def union(intervals: Intervals) -> Intervals:
     rows = rows[rows[:, 1] > rows[:, 0]]
     if not len(rows):
         return EMPTY
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    if (rows[1:, 0] > rows[:-1, 1]).all():  # it is one already
+        return rows
+    if (rows[1:, 0] < rows[:-1, 0]).any():
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
     furthest = np.maximum.accumulate(rows[:, 1])
     first = np.concatenate(([True], rows[1:, 0] > furthest[:-1]))
     starts = rows[first, 0]

@@ -183,7 +183,8 @@ children.ru_stime, "resident": 1024 * (own.ru_maxrss + workers * children.ru_max
 """
 _PROGRAMS = {
     "headway": _FRAME.format(
-        setup="""from headway.diagnose.decoding import worth
+        setup="""import numpy.ma
+from headway.diagnose.decoding import worth
 from headway.diagnose.job import read_job
 workers = worth(path)""",
         work="read_job([path])",

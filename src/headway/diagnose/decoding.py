@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 SPACE = b" \t\r\n"
+_BETWEEN = SPACE + b","
+_LOOK = 64  # bytes at the ends of a stretch that are looked at a time
 _SLOT = 2 << 20  # bytes of a stretch that a process is handed; longer ones are decoded here
 _PIPE = 1 << 20  # so that a process need not wait with its piece until it is wanted
 _MOST_WORKERS = 6  # one process cuts for about so many
@@ -33,12 +35,35 @@ Stretch = tuple[bytes | memoryview, ...]
 
 def sound_piece(stretch: Stretch) -> Piece | None:
     """The events of a stretch, None where any of it is no JSON."""
-    text = b"".join((b"[", b"".join(stretch).strip(SPACE + b","), b"]"))
+    return _piece_of_list(b"".join((b"[", *_trimmed(stretch), b"]")))
+
+
+def _piece_of_list(text: bytes | memoryview) -> Piece | None:
     try:
         records = decode_list(text)
     except UNDECODABLE:
         return None
     return piece_of(records, text)
+
+
+def _trimmed(stretch: Stretch) -> list[memoryview]:
+    """The parts without the spaces and commas at both ends; nothing is copied."""
+    parts = [memoryview(part) for part in stretch]
+    while parts:
+        head = bytes(parts[0][:_LOOK])
+        parts[0] = parts[0][len(head) - len(head.lstrip(_BETWEEN)) :]
+        if head.strip(_BETWEEN):
+            break
+        if not parts[0]:
+            del parts[0]
+    while parts:
+        tail = bytes(parts[-1][-_LOOK:])
+        parts[-1] = parts[-1][: len(parts[-1]) - len(tail) + len(tail.rstrip(_BETWEEN))]
+        if tail.strip(_BETWEEN):
+            break
+        if not parts[-1]:
+            del parts[-1]
+    return parts
 
 
 class Decoder(Protocol):
@@ -97,11 +122,12 @@ class Pool:
         """A ticket: the worker (-1 for none) and the text."""
         worker, slot = self._given % len(self._ends), self._given % self.depth
         self._given += 1
-        length = sum(map(len, stretch))
+        parts: list[bytes | memoryview] = [b"[", *_trimmed(stretch), b"]"]
+        length = sum(map(len, parts))
         if length > self._slot:
             return -1, stretch
         at = slot * self._slot
-        for part in stretch:
+        for part in parts:
             self._shared[at : at + len(part)] = part
             at += len(part)
         try:
@@ -134,10 +160,12 @@ def _work(requests: Connection, results: Connection, others: list[Connection], s
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's end closes the pipes
     for end in others:
         end.close()
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, OSError), memoryview(shared) as view:
         while True:
             at, length = requests.recv()
-            results.send(sound_piece((shared[at : at + length],)))
+            with view[at : at + length] as text:
+                piece = _piece_of_list(text)
+            results.send(piece)
 
 
 @contextlib.contextmanager

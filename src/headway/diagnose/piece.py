@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import compress
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -78,11 +77,6 @@ class Piece:
     other_phases: int = 0
 
 
-_NAME, _CAT, _ARGS, _PID, _TID = (attrgetter(key) for key in ("name", "cat", "args", "pid", "tid"))
-_CORRELATION, _STREAM, _DEVICE, _SIZE = (attrgetter(key) for key in ("correlation", "stream", "device", "size"))
-_COLLECTIVE, _DIMS, _TYPES = attrgetter("collective"), attrgetter("dims"), attrgetter("types")
-
-
 class _Codes(dict[str, int]):
     """What an event is, by its category as the file writes it."""
 
@@ -94,16 +88,16 @@ class _Codes(dict[str, int]):
 _CODES = _Codes()
 
 
-def piece_of(records: list[Any], text: bytes = b"") -> Piece:
+def piece_of(records: list[Any], text: bytes | memoryview = b"") -> Piece:
     """One stretch. `text` is the JSON list that gave the records, for times that a float cannot hold."""
     piece = Piece()
-    kinds = list(map(type, records))
+    kinds = set(map(type, records))
     if Meta in kinds or Begin in kinds:
         _note_others(piece, records)
-    events: list[Complete] = list(compress(records, [kind is Complete for kind in kinds]))
+    events: list[Complete] = [record for record in records if type(record) is Complete]
     if not events:
         return piece
-    codes = np.fromiter(map(_CODES.__getitem__, map(_CAT, events)), np.int16, len(events))
+    codes = np.fromiter(map(_CODES.__getitem__, [event.cat for event in events]), np.int16, len(events))
     if not events[0].cat and "" in _CODES:
         codes = np.array(
             [_legacy(event) if not event.cat else code for event, code in zip(events, codes.tolist(), strict=True)],
@@ -118,7 +112,7 @@ def piece_of(records: list[Any], text: bytes = b"") -> Piece:
         events, codes = list(compress(events, kept.tolist())), codes[kept]
     start, duration = times(events, records, text)
     names = Index()
-    common = {"start": start, "duration": duration, "name": names.column(map(_NAME, events), len(events))}
+    common = {"start": start, "duration": duration, "name": names.column([event.name for event in events], len(events))}
     piece.names = list(names)
     on_gpu = codes < _FIRST_HOST
     if on_gpu.any():
@@ -134,13 +128,13 @@ def _rows(items: list[Any], mask: NDArray[np.bool_]) -> list[Any]:
 
 
 def _fill_gpu(piece: Piece, events: list[Complete], common: dict[str, NDArray[Any]], codes: NDArray[Any]) -> None:
-    args = list(map(_ARGS, events))
+    args = [event.args for event in events]
     piece.gpu = common | {
         "code": codes.astype(np.int8),
-        "device": _filled(_integers(_DEVICE, args, np.int32), events, "pid"),
-        "stream": _filled(_integers(_STREAM, args, np.int32), events, "tid"),
-        "correlation": _integers(_CORRELATION, args),
-        "size": _integers(_SIZE, args),
+        "device": _filled(_integers([one.device for one in args], np.int32), events, "pid"),
+        "stream": _filled(_integers([one.stream for one in args], np.int32), events, "tid"),
+        "correlation": _integers([one.correlation for one in args]),
+        "size": _integers([one.size for one in args]),
     }
     piece.gpu_comm = _comm(args, range(len(args)))
 
@@ -150,14 +144,14 @@ def _fill_host(piece: Piece, events: list[Complete], common: dict[str, NDArray[A
     correlation: NDArray[np.int64] = np.full(len(events), NONE, np.int64)
     calls = codes == _RUNTIME
     if calls.any():
-        correlation[calls] = _integers(_CORRELATION, list(map(_ARGS, _rows(events, calls))))
+        correlation[calls] = _integers([event.args.correlation for event in _rows(events, calls)])
     shapes, types = (np.full(len(events), NONE, np.int32) for _ in range(2))
     described = np.isin(codes, _DESCRIBED)
     if described.any():
-        args = list(map(_ARGS, _rows(events, described)))
+        args = [event.args for event in _rows(events, described)]
         texts = Index({_NO_TEXT: NONE})
-        shapes[described] = texts.column(map(bytes, map(_DIMS, args)), len(args))
-        types[described] = texts.column(map(bytes, map(_TYPES, args)), len(args))
+        shapes[described] = texts.column([bytes(one.dims) for one in args], len(args))
+        types[described] = texts.column([bytes(one.types) for one in args], len(args))
         # The absent text took the first number.
         shapes[shapes > 0] -= 1
         types[types > 0] -= 1
@@ -177,11 +171,11 @@ def _fill_host(piece: Piece, events: list[Complete], common: dict[str, NDArray[A
 def _threads(events: list[Complete]) -> tuple[list[tuple[Any, Any]], NDArray[Any]]:
     """(process, thread) pairs in order of appearance, and each event's number among them."""
     try:
-        pid = np.fromiter(map(_PID, events), np.int64, len(events))
-        tid = np.fromiter(map(_TID, events), np.int64, len(events))
+        pid = np.fromiter([event.pid for event in events], np.int64, len(events))
+        tid = np.fromiter([event.tid for event in events], np.int64, len(events))
     except (TypeError, ValueError, OverflowError):  # written as text
         index = Index()
-        column = index.column(zip(map(_PID, events), map(_TID, events), strict=True), len(events))
+        column = index.column([(event.pid, event.tid) for event in events], len(events))
         return list(index), column
     fresh = np.flatnonzero(np.concatenate(([True], (pid[1:] != pid[:-1]) | (tid[1:] != tid[:-1]))))
     index = Index()
@@ -190,8 +184,7 @@ def _threads(events: list[Complete]) -> tuple[list[tuple[Any, Any]], NDArray[Any
 
 
 def _comm(args: list[Args], rows: Iterable[int]) -> dict[int, CommArgs]:
-    names = list(map(_COLLECTIVE, args))
-    if names.count(None) == len(names):
+    if all([one.collective is None for one in args]):  # a list: a generator takes twice as long
         return {}
     return {int(row): _comm_args(found) for row, found in zip(rows, args, strict=True) if found.collective is not None}
 
@@ -230,17 +223,17 @@ def _filled(column: NDArray[Any], events: list[Complete], key: str) -> NDArray[A
     """Old files name the device by the process and the stream by the thread."""
     missing = np.flatnonzero(column == NONE)
     if len(missing):
-        column[missing] = _integers(attrgetter(key), [events[row] for row in missing.tolist()], np.int32)
+        column[missing] = _integers([getattr(events[row], key) for row in missing.tolist()], np.int32)
     return column
 
 
-def _integers(get: Callable[[Any], Any], items: list[Any], dtype: type = np.int64) -> NDArray[Any]:
+def _integers(values: list[Any], dtype: type = np.int64) -> NDArray[Any]:
     """A column of integers from what writers put there: numbers, digits in text, `stream 7`, nothing."""
     try:
-        return np.fromiter(map(get, items), dtype, len(items))
+        return np.fromiter(values, dtype, len(values))
     except (TypeError, ValueError, OverflowError):
         limit = np.iinfo(dtype).max
-        return np.array([_integer(get(item), limit) for item in items], dtype)
+        return np.array([_integer(value, limit) for value in values], dtype)
 
 
 def _integer(value: Any, limit: int) -> int:

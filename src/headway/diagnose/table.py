@@ -41,7 +41,10 @@ def kernel_table(events: GpuEvents, names: Sequence[str], window: Window) -> tup
         return ()
     durations = clipped(events, rows, window)
     keys = events.name[rows].astype(np.int64) * len(KINDS) + events.kind[rows]
-    order = np.lexsort((durations, keys))
+    # By key, then by duration. A stable sort of 16-bit numbers is a radix sort, several times as fast as any other.
+    narrow = keys.astype(np.uint16) if int(keys.max()) < 1 << 16 else keys
+    order = np.argsort(durations)
+    order = order[np.argsort(narrow[order], kind="stable")]
     found, first, counts = np.unique(keys[order], return_index=True, return_counts=True)
     sums = np.add.reduceat(durations[order], first)
     middles = durations[order][first + counts // 2]

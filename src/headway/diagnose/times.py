@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,17 @@ from headway.diagnose.records import Complete, decode_exact_times
 IMPOSSIBLE = -(2**63)
 LATEST = 2**62 // 1000  # microseconds: anything later is no time
 _EXACT_BELOW = 2.0**53 / 1000  # microseconds that a float64 still tells apart to the nanosecond
-_TS, _DUR = attrgetter("ts"), attrgetter("dur")
 
 
-def times(events: list[Complete], records: list[Any], text: bytes) -> tuple[Int64, Int64]:
+def times(events: list[Complete], records: list[Any], text: bytes | memoryview) -> tuple[Int64, Int64]:
     """(start, duration) of each event [N] in ns; a time that cannot be one is IMPOSSIBLE.
 
     A float64 rounds microseconds since 1970 to a quarter of one: where such a clock has a fraction, times are read from
     the digits in `text`, the JSON list that gave `records` (empty where there is none).
     """
     try:
-        start = np.fromiter(map(_TS, events), np.float64, len(events))
-        duration = np.fromiter(map(_DUR, events), np.float64, len(events))
+        start = np.fromiter([event.ts for event in events], np.float64, len(events))
+        duration = np.fromiter([event.dur for event in events], np.float64, len(events))
     except OverflowError:  # an integer beyond any float
         return _one_by_one(events, records, text)
     if max(np.abs(start).max(), np.abs(duration).max()) < _EXACT_BELOW:
@@ -34,8 +32,8 @@ def times(events: list[Complete], records: list[Any], text: bytes) -> tuple[Int6
     return _one_by_one(events, records, text)
 
 
-def _one_by_one(events: list[Complete], records: list[Any], text: bytes) -> tuple[Int64, Int64]:
-    values = list(map(_TS, events))
+def _one_by_one(events: list[Complete], records: list[Any], text: bytes | memoryview) -> tuple[Int64, Int64]:
+    values = [event.ts for event in events]
     if text and float in set(map(type, values)) and max(values) >= _EXACT_BELOW:
         found = {
             id(record): (_digits(bytes(raw.ts), record.ts), _digits(bytes(raw.dur), record.dur))
@@ -44,7 +42,7 @@ def _one_by_one(events: list[Complete], records: list[Any], text: bytes) -> tupl
         }
         both = np.array([found[id(event)] for event in events], np.int64)
         return both[:, 0], both[:, 1]
-    return nanoseconds(values), nanoseconds(list(map(_DUR, events)))
+    return nanoseconds(values), nanoseconds([event.dur for event in events])
 
 
 def nanoseconds(microseconds: list[int | float]) -> Int64:
