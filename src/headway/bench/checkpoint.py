@@ -81,25 +81,10 @@ class CheckpointReport:
 def bench_saves(gigabytes: float, rounds: int, threads: int, folder: Path | None = None) -> CheckpointReport:
     """Trains a stack of linear layers with AdamW whose state is `gigabytes`, with and without saves, in turn."""
     torch.set_num_threads(threads)
-    with _scratch(folder) as root:
-        layers = max(1, round(gigabytes * 1e9 / 12 / _WIDTH / _WIDTH))
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        tiers = Tiers(CheckpointStore(root / "checkpoints", _RUN), root)
-        if tiers.off:
-            raise RuntimeError(tiers.off)
-        state = Capture(model, [optimizer])
-        waited: list[float] = []
-        step = _stepper(model, optimizer, tiers, waited)
-        step()
-        size = sum(p.nbytes for p in model.parameters()) * 3 / 1e9
-        started = time.perf_counter()
-        tiers.save(1, state.tree(), {}, {}, disk=False)
-        first_s = time.perf_counter() - started
-        tiers.settle()
-        tiers.poll()
-        _warm(tiers, state, step)
+    with scratch(folder) as root:
+        trained = Trained(gigabytes, root)
+        model, optimizer, tiers, state = trained.model, trained.optimizer, trained.tiers, trained.state
+        step, waited, size, first_s = trained.step, trained.waited, trained.gigabytes, trained.first_s
         costs = [SaveCost("memory"), SaveCost("disk")]
         plain: list[float] = []
         number = 10
@@ -116,28 +101,47 @@ def bench_saves(gigabytes: float, rounds: int, threads: int, folder: Path | None
         return CheckpointReport(size, first_s, copy_s, dcp_s, statistics.median(plain) / _STEPS, costs)
 
 
-def _stepper(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tiers: Tiers, waited: list[float]
-) -> Callable[[], None]:
-    batch = torch.randn(_ROWS, _WIDTH)
+class Trained:
+    """A stack of linear layers under AdamW with a state of `gigabytes`, whose saves have taken their memory.
 
-    def step() -> None:
-        optimizer.zero_grad()
-        model(batch).square().mean().backward()
+    waited: seconds at the fence, a step. first_s: of the first save, which plans the files and takes the memory.
+    """
+
+    def __init__(self, gigabytes: float, root: Path) -> None:
+        layers = max(1, round(gigabytes * 1e9 / 12 / _WIDTH / _WIDTH))
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(layers)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.tiers = Tiers(CheckpointStore(root / "checkpoints", _RUN), root)
+        if self.tiers.off:
+            raise RuntimeError(self.tiers.off)
+        self.state = Capture(self.model, [self.optimizer])
+        self.gigabytes = sum(p.nbytes for p in self.model.parameters()) * 3 / 1e9
+        self.waited: list[float] = []
+        self._batch = torch.randn(_ROWS, _WIDTH)
+        self.step()
         started = time.perf_counter()
-        tiers.fence()
-        waited.append(time.perf_counter() - started)
-        optimizer.step()
+        self.save(1, disk=False)
+        self.first_s = time.perf_counter() - started
+        for number in (2, 3):  # the second room is taken with the second save
+            self.tiers.settle()
+            self.tiers.poll()
+            self.save(number, disk=False)
+            self.step()
+        self.tiers.settle()
+        self.tiers.poll()
 
-    return step
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(self._batch).square().mean().backward()
+        started = time.perf_counter()
+        self.tiers.fence()
+        self.waited.append(time.perf_counter() - started)
+        self.optimizer.step()
 
-
-def _warm(tiers: Tiers, state: Capture, step: Callable[[], None]) -> None:
-    for number in (2, 3):  # the second room is taken with the second save
-        tiers.save(number, state.tree(), {}, {}, disk=False)
-        step()
-        tiers.settle()
-        tiers.poll()
+    def save(self, number: int, *, disk: bool, keep: Keep | None = None) -> None:
+        if not self.tiers.save(number, self.state.tree(), {}, {}, disk=disk, keep=keep):
+            raise RuntimeError("the save before is still under way")
 
 
 def _window(step: Callable[[], None]) -> float:
@@ -220,7 +224,7 @@ def bench_damage(count: int, seed: int = 0) -> Damage:
     """Damages one file of a small checkpoint at a time, in both tiers, and asks whether it is still believed."""
     dice = random.Random(seed)
     found = Damage(0, 0, 0, 0, {})
-    with _scratch(None) as root:
+    with scratch(None) as root:
         for tier, store in _small_checkpoints(root).items():
             older, newer = (info.ref for info in store.list())
             for _ in range(count // 2 if tier == "memory" else count - count // 2):
@@ -305,7 +309,7 @@ class Growth:
 
 def bench_growth(saves: int = 100, megabytes: float = 24.0) -> Growth:
     """Saves again and again, to memory and disk, and looks at what the processes hold."""
-    with _scratch(None) as root:
+    with scratch(None) as root:
         width = int((megabytes * 1e6 / 12) ** 0.5)
         model = nn.Linear(width, width, bias=False)
         optimizer = torch.optim.AdamW(model.parameters())
@@ -338,7 +342,7 @@ def _spread(values: list[float]) -> str:
 
 
 @contextlib.contextmanager
-def _scratch(folder: Path | None) -> Iterator[Path]:
+def scratch(folder: Path | None) -> Iterator[Path]:
     root = Path(tempfile.mkdtemp(prefix="headway-bench-", dir=folder))
     try:
         yield root

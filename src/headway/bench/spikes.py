@@ -38,7 +38,7 @@ class Injections:
         for kind in self.made:
             text.append(
                 f"{kind}: {self.made[kind]} injected, {self.seen[kind]} seen at their step, "
-                f"{self.named[kind]} of them named exactly"
+                f"{self.named[kind]} of them named exactly ({self.named[kind] / self.made[kind]:.1%} of all)"
             )
         if self.looks:
             low, middle, high = (int(np.quantile(self.looks, q, method="nearest")) for q in (0, 0.5, 1))

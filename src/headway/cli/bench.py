@@ -117,6 +117,9 @@ def checkpoint(
     threads: Annotated[int, typer.Option(help="CPU threads that train.")] = 1,
     corruptions: Annotated[int, typer.Option(help="Injected corruptions.")] = 1000,
     folder: Annotated[Path | None, typer.Option(help="Where to save (default: the temporary folder).")] = None,
+    minutes: Annotated[
+        bool, typer.Option("--minutes", help="Instead: a save a minute against none, whole minutes in turn, 4 a round.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Measure what saves cost a training, whether damage is ever accepted, and whether memory grows.
@@ -124,6 +127,13 @@ def checkpoint(
     Example: headway bench checkpoint --gigabytes 2.4 --rounds 5
     """
     from headway.bench.checkpoint import bench_damage, bench_growth, bench_saves
+
+    if minutes:
+        from headway.bench.checkpoint_minute import bench_minute
+
+        whole = bench_minute(gigabytes, rounds, threads, folder=folder)
+        print_json(asdict(whole)) if json else print("\n".join(whole.lines()))
+        return
 
     growth, damage = bench_growth(), bench_damage(corruptions)
     saves = bench_saves(gigabytes, rounds, threads, folder)

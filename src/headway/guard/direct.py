@@ -1,12 +1,13 @@
 """Files past the page cache: half the processor time of a copy, and what is read back has been on the disk.
 
 A file system that knows no O_DIRECT gets the ordinary way. Measured in core-seconds per GB on two cores of an AMD EPYC
-(family 25): copy, fsync and drop 0.71 → 0.38, reading back with SHA-256 1.5 → 0.87, of which the hash is 0.65.
+(family 25): copy, fsync and drop 0.71 → 0.38, reading back with SHA-256 1.5 → 0.87, compared instead of hashed 0.53.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -14,12 +15,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from headway.guard.hashing import FileEntry, Hasher, hash_file
-
 _ALIGN = 4096
 _CHUNK = 8 << 20
 _LEAST = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 def copy(source: int, target: Path, progress: Callable[[int, int], None]) -> None:
@@ -55,29 +57,37 @@ def copy(source: int, target: Path, progress: Callable[[int, int], None]) -> Non
         os.close(descriptor)
 
 
-def hash_on_disk(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file as the disk has it."""
+def reads_back(source: int, path: Path) -> bool:
+    """Whether the disk has exactly the bytes of an open file, whose hash is known: compared, which costs less."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
-        if size < _LEAST or not _set_direct(descriptor, True):
-            return hash_file(path)
-        hasher, done = Hasher(size), 0
-        view = memoryview(mmap.mmap(-1, _CHUNK))
+        if size != os.fstat(source).st_size:
+            return False
+        direct = size >= _LEAST and _set_direct(descriptor, True)
+        here, there = (mmap.mmap(-1, _CHUNK) for _ in range(2))  # mapped memory is aligned
+        views, addresses = [memoryview(here), memoryview(there)], [_address(here), _address(there)]
+        done = 0
         while done < size:
             try:
-                read = os.preadv(descriptor, [view], done)
+                read = os.preadv(descriptor, [views[0]], done)
             except OSError as problem:
-                if problem.errno == errno.EINVAL:
-                    return hash_file(path)
-                raise
-            if not read:
-                break
-            hasher.update(view[:read])
+                if not direct or problem.errno != errno.EINVAL:
+                    raise
+                direct = not _set_direct(descriptor, False)
+                continue
+            if not read or os.preadv(source, [views[1][:read]], done) != read:
+                return False
+            if _memcmp(*addresses, read):
+                return False
             done += read
-        return hasher.entry()
+        return True
     finally:
         os.close(descriptor)
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def _set_direct(descriptor: int, on: bool) -> bool:

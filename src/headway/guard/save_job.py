@@ -170,9 +170,9 @@ def _to_disk(job: Job, folder: Folder, sources: dict[str, int], entries: dict[st
                     written[name] = hash_file(partial / name)
                     continue
                 _copy(source, partial / name, job.manifest.step)
-                written[name] = direct.hash_on_disk(partial / name)
-                if written[name] != entries[name]:
+                if not direct.reads_back(source, partial / name):
                     raise CheckpointFailed(f"{name} does not read back as it was written")
+                written[name] = entries[name]
             return _publish(job, folder, written, deadline, in_memory=False)
     except (OSError, CheckpointFailed) as problem:
         if job.rank == folder.ranks[0]:
