@@ -42,6 +42,7 @@ BASE = (
         (("--fix", "tq=2"), "no such key; nearest: tp"),
         (("--fix", "recompute=ful"), "nearest: full"),
         (("--fix", "zero=4"), "zero=4: give 0 or 1 or 2 or 3"),
+        (("--fix", "tp=2,tp=4"), "tp is given twice"),
         (("--fix", "tp=two"), "tp=two: two is not a whole number"),
         (("--fix", "flash=maybe"), "give true or false"),
         (("--model", "llama3-7b"), "nearest presets: "),

@@ -5,6 +5,7 @@ The options are walked by their signatures, so that a new one is tested (or fail
 
 from __future__ import annotations
 
+import json
 import math
 import types
 from pathlib import Path
@@ -246,3 +247,28 @@ def test_a_deadline_that_cannot_be_met_is_said_with_what_can(capsys: pytest.Capt
 def test_a_bound_that_holds_says_so() -> None:
     assert Figure("share", 90, 91.22, "%", ">").line() == "share: published > 90 %, model 91.22 % (holds)"
     assert Figure("share", 90, 81, "%", ">").line().endswith("(does not hold, -10.0%)")
+
+
+def test_ids_that_come_twice_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join([f"row_id,{HEADER}", *[",".join(["a", *ROW.values()])] * 2]) + "\n")
+    assert [case.row_id for case in read_cases(path)[0]] == ["a", "a in line 3"]
+
+
+def test_explain_is_calibrated_as_the_plan_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    factors = tmp_path / "f.json"
+    group = '{"stack": "x", "device": "H100-SXM-80GB", "precision": "bf16", "factor": 2}'
+    factors.write_text(f'{{"groups": [{group}]}}')
+    line = [
+        *NEEDED["explain"],
+        "--global-batch",
+        "8",
+        "--fix",
+        "tp=1,pp=1,cp=1,micro_batch=1,zero=3,recompute=full",
+        "--json",
+    ]
+    steps = []
+    for more in ([], ["--calibrate", str(factors)]):
+        assert _run(["plan", "explain", *line, *more], debug=False) == 0
+        steps.append(json.loads(capsys.readouterr().out)["best"]["step_s"])
+    assert steps[1] == pytest.approx(2 * steps[0])

@@ -6,15 +6,19 @@ import typer
 
 from headway.cli.output import print_json
 from headway.cli.plan_options import (
+    Calibrate,
     ClusterSpec,
     Fix,
     GlobalBatch,
     Json,
     MeanSquare,
     Model,
+    Mtp,
     PrecisionName,
     Seq,
+    StackName,
     cluster_of,
+    factor_of,
     make_workload,
     parse_fix,
 )  # fmt: skip
@@ -27,7 +31,10 @@ def explain(
     global_batch: GlobalBatch = 512,
     precision: PrecisionName = "bf16",
     mean_square: MeanSquare = None,
+    mtp: Mtp = True,
     fix: Fix = "",
+    calibrate: Calibrate = None,
+    stack: StackName = "",
     json: Json = False,
 ) -> None:
     """Show the best plan's step term by term, its memory by use, and where the runner-up loses.
@@ -37,8 +44,10 @@ def explain(
     from headway.plan.explain import bottlenecks, loses
     from headway.plan.search import search
 
-    work = make_workload(model, seq, global_batch, precision, mean_square)
-    found = search(work, cluster_of(cluster), parse_fix(fix), top=2)
+    work = make_workload(model, seq, global_batch, precision, mean_square, mtp)
+    machines = cluster_of(cluster)
+    factor = factor_of(calibrate, stack, machines.device.name, precision)
+    found = search(work, machines, parse_fix(fix), top=2, factor=factor)
     best, second = found.plans[0], (found.plans[1] if len(found.plans) > 1 else None)
     if json:
         gaps = dict(loses(best, second)) if second else {}

@@ -18,6 +18,7 @@ from headway.cli.plan_options import (
     GlobalBatch,
     Json,
     MeanSquare,
+    Mtp,
     Seq,
     StackName,
     cluster_of,
@@ -45,9 +46,7 @@ def plan(
     ] = 0.0,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp8 or fp4.")] = "bf16",
     mean_square: MeanSquare = None,
-    mtp: Annotated[
-        bool, typer.Option("--mtp/--no-mtp", help="Train the config's multi-token-prediction modules.")
-    ] = True,
+    mtp: Mtp = True,
     fix: Fix = "",
     objective: Annotated[str, typer.Option(help="time, cost or memory.")] = "time",
     deadline: Annotated[str, typer.Option(help="The run must end within, e.g. 30d.")] = "",

@@ -33,6 +33,7 @@ MeanSquare = Annotated[
     typer.Option(parser=of(LENGTH), help="Packed documents: sum n^2 / sum n over their lengths (attention's length)."),
 ]
 Fix = Annotated[str, typer.Option(help="Parts of the plan that are given, e.g. tp=8,pp=16,recompute=full.")]
+Mtp = Annotated[bool, typer.Option("--mtp/--no-mtp", help="Train the config's multi-token-prediction modules.")]
 Calibrate = Annotated[
     Path | None, typer.Option(parser=in_path, help="Rows or factors of your own stack (docs/plan.md).")
 ]
@@ -74,6 +75,8 @@ def parse_fix(text: str) -> dict[str, Any]:
         if not equals or key not in hints:
             near = difflib.get_close_matches(key, list(hints), n=3, cutoff=0.3) or sorted(hints)
             raise UserError(f"--fix {item!r}: no such key; nearest: {', '.join(near)}")
+        if key in given:
+            raise UserError(f"--fix {text!r}: {key} is given twice")
         given[key] = _value(key, value.strip(), hints[key])
     return given
 

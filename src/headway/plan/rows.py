@@ -93,9 +93,13 @@ def read_cases(path: Path) -> tuple[list[Case], list[Unscored]]:
     """Every row as a case or as a reason; never an exception for a row's content."""
     cases: list[Case] = []
     unscored: list[Unscored] = []
+    seen: set[str] = set()
     for line in read_rows(path):
         row = line.cells
         row_id = row.get("row_id") or f"{path.name}:{line.number}"
+        if row_id in seen:  # a row is known by its id when it is asked whether it calibrates
+            row_id += f" in line {line.number}"
+        seen.add(row_id)
         try:
             if line.fault:
                 raise CannotScore(line.fault)
