@@ -169,6 +169,7 @@ def test_a_cell_that_cannot_be_is_named_and_never_calibrates(
     assert says in (out := capsys.readouterr().out) and "rows.csv:3" in out and "1 skipped" in out
     assert _run(["plan", "calibrate", str(path)], debug=False) == 0
     assert f"skipped: {path}:3: " in (out := capsys.readouterr().out) and says in out
+    assert "assumed" not in out  # of run folders alone
 
 
 def test_words_for_blank_and_degrees_of_none_are_blank(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
         print_json(content)
         return
     for case in cases:
-        if Path(case.source).is_dir():
+        if case.source and Path(case.source).is_dir():
             seconds = predict(case.work, case.layout, case.cluster).step_s
             print(f"{case.row_id}: {case.layout.describe()}: measured {case.step_s:.4g} s, predicted {seconds:.4g} s")
             print("".join(f"  assumed: {text}\n" for text in case.assumed), end="")
