@@ -110,13 +110,13 @@ def test_a_host_that_fell_silent_is_the_cause_whatever_the_others_say() -> None:
     assert one.tick(0).phase == "run"
     one.roll.note(0.5, status(1, 2, generation=0, report=dead(0, FAILED, 0, 1.0), pulses={0: pulse(step=7)}))
     assert one.tick(0.5).phase == "end"
-    one.roll.note(1.5, status(1, 3, generation=0, report=dead(0, FAILED, 0, 1.0), pulses={0: pulse(step=7)}))
-    assert one.tick(1.5).phase == "end"  # it may yet tell
-    one.roll.note(2.5, status(1, 4, generation=0, report=dead(0, FAILED, 0, 1.0), pulses={0: pulse(step=7)}))
-    assert one.tick(2.5).gone == (2,)
+    one.roll.note(0.9, status(1, 3, generation=0, report=dead(0, FAILED, 0, 1.0), pulses={0: pulse(step=7)}))
+    assert one.tick(0.9).phase == "end"  # it may yet tell
+    one.roll.note(1.1, status(1, 4, generation=0, report=dead(0, FAILED, 0, 1.0), pulses={0: pulse(step=7)}))
+    assert one.tick(1.1).gone == (2,)  # half the time: another machine's ranks have failed
     (death,) = court.deaths
     assert (death.fault, death.host, death.step) == ("host lost", "n2", 8)
-    one.roll.note(2.6, status(2, 9))  # frozen, and awake again: under its old number it is not heard
+    one.roll.note(1.2, status(2, 9))  # frozen, and awake again: under its old number it is not heard
     assert 2 not in one.roll.here()
 
 
@@ -212,3 +212,28 @@ def test_an_agents_rank_among_agents_is_no_rank() -> None:
 def test_options_that_cannot_be_meant_are_refused(nnodes: str, rdzv: str | None, lost_s: float, why: str) -> None:
     with pytest.raises(UserError, match=why):
         _meeting(None, nnodes, rdzv, None, 30.0, lost_s)  # type: ignore[arg-type]
+
+
+def test_a_machine_that_is_silent_while_no_rank_failed_has_all_its_time() -> None:
+    one = leader(Court(), 1, 2)
+    for member in (1, 2):
+        one.roll.note(0, status(member))
+    one.tick(0)
+    one.roll.note(1.5, status(1, 2, generation=0, pulses={0: pulse(step=7)}))
+    assert (one.tick(1.5).phase, one.roll.gone) == ("run", set())
+
+
+def test_a_machine_that_is_slow_again_and_again_is_left_out_with_the_state_saved() -> None:
+    court = Court()
+    one = leader(court, 1, 2)
+    for member in (1, 2):
+        one.roll.note(0, status(member))
+    one.tick(0)
+    court.slow, court.out = True, {"n2"}
+    one.roll.note(0.2, status(1, 2, generation=0, pulses={0: pulse(step=7)}))
+    assert one.tick(0.2).pause
+    for member in (1, 2):
+        one.roll.note(0.4, status(member, 3, generation=0, report=Report(generation=0, code=75)))
+    assert one.tick(0.4).phase == "gather"
+    court.slow = False
+    assert [seat.host for seat in one.tick(0.5).team] == ["n1"]

@@ -49,7 +49,7 @@ def launch(
         ),
     ] = None,
     wait_s: Annotated[float, typer.Option(help="With MIN machines there: seconds to wait for more.")] = 30.0,
-    lost_s: Annotated[float, typer.Option(help="Seconds without a sign of life after which a machine is lost.")] = 2.0,
+    lost_s: Annotated[float, typer.Option(help="Seconds without a sign of life after which a machine is lost.")] = 1.5,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> int:
     """Train under the supervisor: a rank that dies or hangs is noticed and all are started again, also a single one.

@@ -90,6 +90,7 @@ def launch_supervised(
     from headway.guard.hosts import HostList
     from headway.guard.ledger import Ledger
     from headway.guard.processes import Start, can_fork, in_child
+    from headway.guard.ranks import PREPARED_VARIABLE
     from headway.guard.supervisor import Supervisor
     from headway.record.folder import RunFolder
 
@@ -107,7 +108,7 @@ def launch_supervised(
         ranks=ranks,
         ledger=Ledger(folder.incidents, listeners=_alerts(config)),
         logs=folder.logs,
-        env={**os.environ, LAUNCHED_AT: repr(launched_at)},
+        env={**os.environ, LAUNCHED_AT: repr(launched_at), PREPARED_VARIABLE: "1"},
         hang_least_s=hang_s,
         places=_places(config, ranks),
         hosts=hosts or HostList(folder.root / "hosts.json"),

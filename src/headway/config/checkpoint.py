@@ -54,6 +54,11 @@ class CheckpointConfig(Section):
         ge=1,
         description="Newest memory checkpoints that stay while the next is made; host memory holds one more.",
     )
+    copies: bool = Field(
+        default=True,
+        description="On several nodes: each node's part of a memory checkpoint also goes to the next node's memory, so "
+        "that it survives the node; takes that much memory again.",
+    )
     keep: int = Field(
         default=2,
         ge=1,

@@ -17,6 +17,8 @@ from headway.account.errors import UserError
 LAUNCHER_VARIABLE = "HEADWAY_LAUNCHER"
 """Set by `guard.launch` in the ranks that it starts."""
 
+PREPARED_VARIABLE = "HEADWAY_PREPARED"
+"""Set by a launcher that has looked at the run file's model and has prepared and verified its data."""
 GENERATION_VARIABLE = "HEADWAY_GENERATION"
 """Counts the starts under one supervisor."""
 
@@ -62,6 +64,12 @@ class _Task:
     size_name: str
     rank: int
     size: int
+
+
+def is_prepared(environ: Mapping[str, str]) -> bool:
+    """Whether this rank's launcher, or the ranks before a restart, have prepared and verified the data: reading all of
+    it again would hold up each recovery by a second a gigabyte."""
+    return environ.get(LAUNCHER_VARIABLE) == "local" and (PREPARED_VARIABLE in environ or restart_of(environ) > 0)
 
 
 def read_rank_env(environ: Mapping[str, str]) -> RankEnv | None:

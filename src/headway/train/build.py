@@ -30,7 +30,7 @@ from headway.guard.folder_lock import FolderLock
 from headway.guard.ledger import Ledger
 from headway.guard.process_group import control
 from headway.guard.quarantine import Quarantine, read_ledger
-from headway.guard.ranks import RankEnv, restart_of
+from headway.guard.ranks import RankEnv, is_prepared, restart_of
 from headway.guard.signals import StopRequest
 from headway.guard.tiers import Tiers
 from headway.record.files import write_atomic, write_json
@@ -106,7 +106,8 @@ def _build(
     folder = RunFolder(config.folder).create()
     if folder.final_model.is_file() or config.folder.resolve() == config.shards.resolve():
         raise UserError(f"{folder.root}: the run folder holds other things under our names; set another name")
-    check_model_section(config)
+    if not is_prepared(os.environ):
+        check_model_section(config)
     # After a restart the dead rank's machine may not have let go yet.
     patience = _LOCK_PATIENCE_S if restart_of(os.environ) else 0.0
     control().on_main(lambda: lock.acquire(patience), UserError, (UserError, OSError))
@@ -120,11 +121,13 @@ def _build(
         device_type=place.device.type,
         timeout_s=config.checkpoint.timeout_s,
         remote=remote,
+        copies=config.checkpoint.copies,
     )
     found = resuming.find_checkpoint(config, tiers)
     with run_clock.phase("startup.data"):
-        told = rank_env is not None and rank_env.launched_by == "headway"  # the launcher prepared, and said so
-        view, stream = _data(config, place, say, (lambda text: None) if told else say, progress)
+        if not is_prepared(os.environ):
+            control().on_main(lambda: prepare_sources(config, say, progress), UserError, (UserError, OSError))
+        view, stream = _data(config, place, say)
         steps = total_steps(config, stream)
         _check_schedule(config, steps)
         resuming.refuse_early(config, stream, found)
@@ -225,10 +228,7 @@ def _build(
     )
 
 
-def _data(
-    config: RunConfig, place: Place, say: Say, say_prepared: Say, progress: Callable[[Progress], None] | None
-) -> tuple[View, Stream]:
-    control().on_main(lambda: prepare_sources(config, say_prepared, progress), UserError, (UserError, OSError))
+def _data(config: RunConfig, place: Place, say: Say) -> tuple[View, Stream]:
     view = training_view(config)
     stream = make_stream(config, view, config.sequences_per_step(place.layout.data_parallel))
     for fact in (view.overlong, view.untrained, stream.efficiency(0)):

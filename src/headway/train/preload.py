@@ -7,8 +7,10 @@ import importlib
 import json
 from pathlib import Path
 
+from headway.config.diff import identity
 from headway.config.run import RunConfig
 from headway.guard.code_identity import code_identity
+from headway.guard.environment import package_versions
 
 _ALWAYS = ("numpy.ma", "headway.train.build", "headway.train.loop", "headway.model.load", "torch.distributed.fsdp")
 
@@ -17,7 +19,10 @@ def preload(config: RunConfig) -> None:
     """Imports the trainer and the modules of the run's model. What cannot be imported is left to the ranks to tell."""
     for name in _ALWAYS:
         importlib.import_module(name)
+    # Read once here, not by every rank after every death.
     code_identity()
+    package_versions()
+    identity(config)
     kind = _model_type(config)
     if kind:
         with contextlib.suppress(ImportError):

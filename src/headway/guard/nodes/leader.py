@@ -238,8 +238,9 @@ class Leader:
     # -- after it ----------------------------------------------------------------------------------------------------
 
     def _end(self, now: float, here: Mapping[int, Heard]) -> None:
-        self._note_lost(now, here)
         reports = self._reports(here)
+        self._suspect(now, reports)
+        self._note_lost(now, self.roll.here())
         if any(seat.member not in reports and seat.member not in self._lost for seat in self.order.team):
             return
         final = [report.code for report in reports.values() if report.code not in (None, 0, EXIT_PREEMPTED)]
@@ -255,6 +256,15 @@ class Leader:
             death, link = of_reports(reports.values(), self.order.condemned)
         code = next((report.exit_code for report in reports.values() if report.death is death), 1)
         self._decide(death, link, code, pulses)
+
+    def _suspect(self, now: float, reports: Mapping[int, Report]) -> None:
+        """Where ranks have failed, a machine need be silent for half as long to count as lost: their collectives failed
+        because it went. The generation is over anyway; one that lives after all joins anew."""
+        if not any(report.death is not None for report in reports.values()):
+            return
+        for seat in self.order.team:
+            if seat.member not in reports and self.roll.silent_s(now, seat.member) > self.roll.lost_s / 2:
+                self.roll.gone.add(seat.member)
 
     def _decide(self, death: Death, link: str, code: int, pulses: Mapping[int, Pulse]) -> None:
         stop, told_ns = self.court.decide(death, link, round(self._stopped_at * 1e9), pulses)

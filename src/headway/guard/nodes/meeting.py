@@ -24,7 +24,7 @@ from headway.guard.nodes.messages import Order
 from headway.guard.rendezvous import store
 from headway.record.files import read_json, write_json
 
-LOST_S = 2.0
+LOST_S = 1.5
 _ANSWER_S = 0.05
 _OPEN_ANYWHERE = "0.0.0.0"  # the other machines must reach it
 
