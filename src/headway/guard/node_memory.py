@@ -38,7 +38,7 @@ class NodeMemory:
     why. `copies`: whether each node holds a copy of its neighbour's part."""
 
     def __init__(self, control: Control, run_folder: Path, run_id: str, *, copies: bool = True) -> None:
-        self._control, self._run_id = control, run_id
+        self._control, self._run_id, self._copies = control, run_id, copies
         self.off = ""
         self.store: CheckpointStore | None = None
         self.node = self._find_node()
@@ -46,8 +46,13 @@ class NodeMemory:
         self._keeper: Keeper | None = None
         self._keepers: dict[str, Peer] = {}
         self._open(run_folder)
-        if copies and self.store is not None and len(self.node.firsts) > 1:
+        if self.store is not None and self.has_peers:
             self._open_keepers(self.store.root)
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether other nodes' parts are copied to this one's memory."""
+        return self._copies and len(self.node.firsts) > 1
 
     def peer(self) -> Peer | None:
         """The keeper of the next node in a ring, told whose part it gets; None for a rank that does not act here."""

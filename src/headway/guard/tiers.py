@@ -128,7 +128,7 @@ class Tiers:
     @property
     def has_peers(self) -> bool:
         """Whether other nodes' parts are copied to this one's memory."""
-        return len(self._node.firsts) > 1
+        return self._here.has_peers
 
     # -- saving ------------------------------------------------------------------------------------------------------
 
