@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import tiny
 from diagnose import causes
 from diagnose.kineto_maker import Kineto, clean
 from headway.diagnose import compare, findings
+from headway.diagnose.case import case_of
 from headway.diagnose.diagnosis import Diagnosis, diagnose_job
 from headway.diagnose.efficiency import with_efficiency
 from headway.diagnose.finding import SYMPTOMS, Finding
 from headway.diagnose.job import read_job
+from headway.diagnose.passes import passes_of
 from headway.diagnose.said import Said
 
 Make = Callable[[], Kineto]
@@ -149,23 +152,37 @@ def test_padding_is_found_from_the_tokens_and_full_rows_are_not_accused(tmp_path
     assert found(diagnose_job(job), name) is None
 
 
-@pytest.mark.parametrize("prompt", [512, 1])
-def test_first_token_latency_of_a_recorded_generation(prompt: int, tmp_path: Path) -> None:
-    """A prompt and eight tokens through a small model of real operators, recorded here."""
+@pytest.mark.parametrize(("prompt", "tokens"), [(384, 3), (6, 8)])
+def test_first_token_latency_of_a_recorded_generation(prompt: int, tokens: int, tmp_path: Path) -> None:
+    """Two requests to a small model of Hugging Face's, recorded here; nobody annotates what is prefill."""
+    from transformers import LlamaForCausalLM
+    from transformers.models.llama import LlamaConfig
+
     torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(128, 4, 512, batch_first=True).eval()
-    path = tmp_path / "t.json"
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as recorded:
-        for request in range(2):
-            with record_function("prefill"):
-                layer(torch.randn(4, prompt, 128))
-            for _ in range(8):
-                with record_function(f"decode {request}"):
-                    layer(torch.randn(4, 1, 128))
-    recorded.export_chrome_trace(str(path))
-    finding = found(diagnose_job(read_job([path])), "prefill-dominates")
-    assert (finding is not None) == (prompt > 1)
+    model = LlamaForCausalLM(LlamaConfig(**tiny.config(max_position_embeddings=1024))).eval()
+    ids = torch.randint(320, (4, prompt))
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        for _ in range(2):
+            model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
+    recorded.export_chrome_trace(str(tmp_path / "t.json"))
+    job = read_job([tmp_path / "t.json"])
+    passes = passes_of(case_of(job).view)
+    assert passes is not None and passes.positions == (prompt, prompt)
+    assert (passes.prefills, passes.decodes) == (2, 2 * (tokens - 1))
+    finding = found(diagnose_job(job), "prefill-dominates")
+    assert (finding is not None) == (prompt > 100)
     assert finding is None or finding.symptom == "high first-token latency"
+
+
+@pytest.mark.parametrize(("queries", "keys", "told"), [(1, 400, True), (400, 400, False)])
+def test_prefill_alone_and_training_are_no_generation(queries: int, keys: int, told: bool, tmp_path: Path) -> None:
+    """A prompt beside single queries is one; with a backward pass in the trace, or prompts only, there is none."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
+        for length in (keys, queries):
+            q, k = torch.ones(1, 2, length, 8, requires_grad=not told), torch.ones(1, 2, keys, 8)
+            torch.nn.functional.scaled_dot_product_attention(q, k, k)
+    recorded.export_chrome_trace(str(tmp_path / "t.json"))
+    assert (passes_of(case_of(read_job([tmp_path / "t.json"])).view) is not None) == told
 
 
 def test_every_symptom_is_on_a_finding_that_real_inputs_reach() -> None:

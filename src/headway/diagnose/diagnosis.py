@@ -38,7 +38,7 @@ from headway.diagnose.findings import (
 )
 from headway.diagnose.findings.memory import of_snapshot
 from headway.diagnose.findings.of_run import available, findings_of_run
-from headway.diagnose.recording import without_recording
+from headway.diagnose.recording import recording, without_recording
 from headway.diagnose.run_facts import RunFacts
 from headway.diagnose.snapshot import MemoryFacts
 from headway.diagnose.view import View
@@ -65,6 +65,7 @@ FINDERS: tuple[Finder, ...] = (
 
 # Below these shares of the window, what is surely won together, and what could be, is not worth an evening.
 NEARLY_CLEAN, NEARLY_CLEAN_AT_MOST = 0.05, 0.15
+NOTABLE_RECORDING = 0.02
 # An idle device without a cause is not a clean one.
 UNEXPLAINED = 0.30
 _BACKWARD = re.compile(r"bwd|backward|bprop|dq_dk|dot_do_o|convert_dq", re.IGNORECASE)
@@ -194,11 +195,22 @@ def diagnose_job(
         fall=_fall(device.account, _flops(device), _peak(device)),
         findings=tuple(rank(found, view.available())),
         largest=largest(view),
-        notes=tuple(notes),
+        notes=tuple(dict.fromkeys([*notes, *_recorded(found, view.wall_ns)])),
         partial=job.partial,
         job=job,
         memory=memory,
     )
+
+
+def _recorded(found: Sequence[Finding], wall_ns: int) -> list[str]:
+    """A note where recording matters to an upper bound."""
+    most = max((item.recorded_ns or 0 for item in found), default=0)
+    if most < NOTABLE_RECORDING * wall_ns:
+        return []
+    return [
+        f"recording the trace took up to {most / wall_ns:.0%} of the window (estimated from its operators): the upper "
+        "bounds are shares of the rest"
+    ]
 
 
 def _flops(device: DeviceFacts) -> Flops:
@@ -218,7 +230,9 @@ def _peak(device: DeviceFacts) -> float | None:
 
 
 def findings_of(case: Case) -> list[Finding]:
-    return [without_recording(finding, case.view) for find in FINDERS for finding in find(case)]
+    found = [finding for find in FINDERS for finding in find(case)]
+    taken = recording(case.view) if found else 0
+    return [without_recording(finding, case.view, taken) for finding in found]
 
 
 def diagnose_run(

@@ -26,20 +26,20 @@ _COLD = 2
 _HOST_AT_WORK = ("host", "launch_call")
 
 
-def without_recording(item: Finding, view: View) -> Finding:
-    """The finding with what recording took beside its claims, where it has not said so itself."""
+def without_recording(item: Finding, view: View, taken: int) -> Finding:
+    """The finding with what of `taken` (`recording`) lies beside its claims, where it has not said so itself."""
     if item.recorded_ns is not None:
         return item
-    return dataclasses.replace(item, recorded_ns=beside(view, item))
+    return dataclasses.replace(item, recorded_ns=_beside(view, item, taken))
 
 
-def beside(view: View, item: Finding) -> int:
+def _beside(view: View, item: Finding, taken: int) -> int:
     """ns of recording outside the finding's claims, at most half of the window outside them."""
     if view.on_gpu:
         bare = sum(item.claims.get(f"idle.{name}", 0) for name in _HOST_AT_WORK)
-        return max(0, recording(view) - bare)
+        return max(0, taken - bare)
     share = sum(ns for path, ns in item.claims.items() if _holds_operators(path)) / max(1, view.wall_ns)
-    return _bounded(int(recording(view) * max(0.0, 1 - share)), view.wall_ns - item.upper_ns)
+    return _bounded(int(taken * max(0.0, 1 - share)), view.wall_ns - item.upper_ns)
 
 
 def outside(view: View, spans: Intervals) -> int:
