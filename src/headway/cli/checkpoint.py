@@ -22,7 +22,7 @@ def list_checkpoints(run_dir: RunDir, json: Json = False) -> None:
 
     Example: headway checkpoint list runs/demo
     """
-    from headway.train.places import places_of
+    from headway.train.look import places_of
 
     places, problems = places_of(run_dir)
     rows = [_row(info, tier) for tier, infos in places.items() for info in infos]
@@ -40,7 +40,11 @@ def verify(run_dir: RunDir, json: Json = False) -> int:
 
     Example: headway checkpoint verify runs/demo
     """
-    rows = [_row(info) for info in _store(run_dir).list(verify=True)]
+    from headway.guard.infos import infos
+    from headway.record.folder import RunFolder
+
+    folder = RunFolder.open(run_dir, for_checkpoints=True)
+    rows = [_row(info) for info in infos(folder.checkpoints, verify=True)]
     if json:
         print_json(rows)
     else:
@@ -112,13 +116,6 @@ def advise(run_dir: RunDir, json: Json = False) -> None:
         print_json({"steps": advice.steps, "ettr": advice.goodput.ettr, "failures_per_gpu_day": band})
     else:
         print("\n".join(advice.lines()))
-
-
-def _store(run_dir: Path) -> Any:
-    from headway.guard.checkpoint import CheckpointStore
-    from headway.record.folder import RunFolder
-
-    return CheckpointStore(RunFolder.open(run_dir, for_checkpoints=True).checkpoints, None)
 
 
 def _row(info: Any, tier: str = "disk") -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from headway.account.run_clock import LOST
 from headway.guard import launch
 from headway.guard.beacon import Pulse
+from headway.guard.explain import Explainer
 from headway.guard.generation import Place
 from headway.guard.group import Turn
 from headway.guard.recovery import Recovery
@@ -25,8 +26,16 @@ MakeWatch = Callable[[Sequence[str], Lost | None], Watch]
 class Alone:
     """`places`: the host or device of every rank."""
 
-    def __init__(self, places: Sequence[str], recovery: Recovery, make_watch: MakeWatch, signals: Signals) -> None:
+    def __init__(
+        self,
+        places: Sequence[str],
+        recovery: Recovery,
+        make_watch: MakeWatch,
+        signals: Signals,
+        explainer: Explainer,
+    ) -> None:
         self._places, self._recovery, self._make_watch, self._signals = places, recovery, make_watch, signals
+        self._explainer = explainer
         self._generation = -1
         self._team: list[str] = []
         self._lost: Lost | None = None
@@ -65,6 +74,7 @@ class Alone:
             nonlocal found
             if found:
                 return None
+            self._explainer.said = self._explainer.of_ranks(turn.place, turn.settings)
             hang = watch.look(read_pulses(folder, turn.place), {rank.rank for rank in alive})
             found = hang is not None
             if watch.evict and not found and not self._paused:

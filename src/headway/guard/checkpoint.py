@@ -28,6 +28,7 @@ from torch import Tensor
 from headway.account.errors import Refused, UserError
 from headway.guard import layout, reading, upkeep, writing
 from headway.guard.control import Control
+from headway.guard.infos import CheckpointInfo, infos
 from headway.guard.layout import CheckpointFailed, CheckpointRef
 from headway.guard.manifest import Damaged, Manifest, hash_problems, read_manifest, signature, size_problems
 from headway.guard.process_group import control
@@ -40,24 +41,6 @@ from headway.guard.upkeep import Upkeep
 _TRUST_S = 600.0
 
 __all__ = ["CheckpointFailed", "CheckpointInfo", "CheckpointRef", "CheckpointStore", "Loaded", "Upkeep"]
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointInfo:
-    """One line of `headway checkpoint list`.
-
-    `parts`: bytes of "model", "optimizer" and "rest"; `created`: UTC, ISO 8601; both empty when the manifest is
-    damaged. `verified`: True or False after the content was read and hashed, None when only sizes were looked at and
-    they are right. `problems`: what is wrong, one line each.
-    """
-
-    ref: CheckpointRef
-    parts: dict[str, int]
-    created: str
-    run_id: str
-    world_size: int
-    verified: bool | None
-    problems: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +177,7 @@ class CheckpointStore:
 
     def list(self, *, verify: bool = False) -> list[CheckpointInfo]:
         """Everything that is published here, oldest first, of any run. `verify` reads and hashes the contents."""
-        return [self._info(ref, verify) for ref in layout.published(self.root)]
+        return infos(self.root, verify=verify)
 
     def sweep(self) -> Upkeep:
         """Removes partial saves and half-done deletions that dead processes of this run left. Call it at start."""
@@ -248,19 +231,6 @@ class CheckpointStore:
         if trust is None or trust.mark is None or time.monotonic() - trust.since > _TRUST_S:
             return False
         return trust.mark == signature(ref.path, manifest)
-
-    def _info(self, ref: CheckpointRef, verify: bool) -> CheckpointInfo:
-        try:
-            manifest = read_manifest(ref)
-        except Damaged as problem:
-            return CheckpointInfo(ref, {}, "", "", 0, False, (str(problem),))
-        problems = size_problems(ref.path, manifest)
-        if verify and not problems:
-            problems = hash_problems(ref.path, manifest, sorted(manifest.files))
-        verified = False if problems else (True if verify else None)
-        return CheckpointInfo(
-            ref, manifest.parts, manifest.created, manifest.run_id, manifest.world_size, verified, tuple(problems)
-        )
 
 
 def _not_loadable(ref: CheckpointRef, problems: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from headway.guard import layout, writing
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.layout import CheckpointFailed, CheckpointRef
 from headway.guard.manifest import read_manifest
-from headway.guard.object_store import ObjectStore
+from headway.guard.object_store import ObjectStore, RemotePlace
 from headway.guard.remote import fetch_newest
 
 ALL_TIERS = frozenset({"memory", "disk", "remote"})
@@ -23,15 +23,6 @@ class Found:
     tier: str
     store: CheckpointStore
     ref: CheckpointRef
-
-
-@dataclass(frozen=True, slots=True)
-class RemotePlace:
-    """The run's folder in a store (any fsspec URL), checkpoints that stay there, seconds that retries may wait."""
-
-    url: str
-    keep: int = 2
-    budget_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +38,15 @@ _FINAL = (NotImplementedError, ImportError, ModuleNotFoundError, PermissionError
 
 _BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs"}
 """Protocols without folders, of fsspec's implementations."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePlace:
+    """The run's folder in a store (any fsspec URL), checkpoints that stay there, seconds that retries may wait."""
+
+    url: str
+    keep: int = 2
+    budget_s: float = 300.0
 
 
 class ObjectStore:

@@ -11,13 +11,14 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headway.guard import launch
 from headway.guard.alone import Alone
 from headway.guard.beacon import Pulse, stack_path
 from headway.guard.deaths import FAILED, HANG, Death, Judgement, examine
+from headway.guard.explain import Explainer
 from headway.guard.generation import run_generation
 from headway.guard.group import Elsewhere, Group
 from headway.guard.hang import HangJudge
@@ -30,6 +31,7 @@ from headway.guard.processes import Start
 from headway.guard.recovery import Recovery
 from headway.guard.report import Report
 from headway.guard.straggler import StragglerWatch
+from headway.guard.vitals_main import Reader
 from headway.guard.waiting import CLEAN, EXIT_USER, Ended, Signals
 from headway.guard.watching import Lost, SlowRanks, Watch, read_pulses
 
@@ -63,6 +65,7 @@ class Supervisor:
     grace_s: float = 5.0
     _judge: HangJudge = field(init=False)
     _recovery: Recovery = field(init=False)
+    _explainer: Explainer = field(init=False)
 
     def __post_init__(self) -> None:
         self._judge = HangJudge(least_s=self.hang_least_s)
@@ -70,7 +73,12 @@ class Supervisor:
     def run(self) -> int:
         """The exit code: 0, 75 when preempted with the state saved, 2 for a user's mistake, else of what failed."""
         base = launch.rankless(self.ranks, self.env if self.meeting is None else agentless(self.env))
-        with launch.work_folder() as work, launch.received() as signals, self._group(signals) as group:
+        with (
+            launch.work_folder() as work,
+            launch.received() as signals,
+            Reader(work),
+            self._group(signals, work) as group,
+        ):
             while True:
                 turn = group.next()
                 if isinstance(turn, int):
@@ -85,13 +93,14 @@ class Supervisor:
                 pulses = read_pulses(folder, turn.place)
                 group.ended(self._report(turn.generation, ended, pulses, oom, folder, signals), pulses)
 
-    def _group(self, signals: Signals) -> AbstractContextManager[Group]:
+    def _group(self, signals: Signals, work: Path) -> AbstractContextManager[Group]:
         least = self.min_ranks or (self.ranks if self.meeting is None else 1)
         self._recovery = Recovery(self.ledger, least, self.judgement, self.hosts, self.fits)
+        self._explainer = Explainer(work, self.logs)
         if self.meeting is not None:
-            return Agents(self.meeting, self.ranks, self._recovery, self._watch, signals)
+            return Agents(self.meeting, self.ranks, self._recovery, self._watch, signals, self._explainer)
         places = list(self.places) or [socket.gethostname()] * self.ranks
-        return Alone(places, self._recovery, self._watch, signals)
+        return Alone(places, self._recovery, self._watch, signals, self._explainer)
 
     def _watch(self, team: Sequence[str], lost: Lost | None) -> Watch:
         slow = None
@@ -99,7 +108,7 @@ class Supervisor:
             files = [self.rank_files(rank) for rank in range(len(team))]
             slow = SlowRanks(
                 files, StragglerWatch(self.slow, self.sharded), self.ledger, team,
-                lambda place, evidence: self._recovery.too_slow(place, evidence, team),
+                lambda place, evidence: self._recovery.too_slow(place, evidence, team), self._explainer.add,
             )  # fmt: skip
         return Watch(len(team), self._judge, self.ledger, lost, slow)
 
@@ -115,6 +124,8 @@ class Supervisor:
         code = self._final(ended, signals)
         elsewhere = ended.condemned is not None and isinstance(ended.condemned.why, Elsewhere)
         death = examine(ended, pulses, oom) if code is None and not elsewhere else None
+        if death is not None:
+            death = replace(death, evidence=self._explainer.add(death.rank, death.evidence))
         if death is not None and death.fault == FAILED and ended.first is not None:
             launch.show_log(ended.first)
         return Report(

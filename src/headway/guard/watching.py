@@ -26,6 +26,7 @@ class SlowRanks:
     """Finds stragglers in the ranks' own files and writes them down; training goes on.
 
     too_slow: told of a place and what was found there; True where it must train no longer. evict: whether it said so.
+    explain: adds to the evidence what is known of that rank's machine.
     """
 
     def __init__(
@@ -35,9 +36,11 @@ class SlowRanks:
         ledger: Ledger,
         places: Sequence[str],
         too_slow: Callable[[str, str], bool] = lambda place, evidence: False,
+        explain: Callable[[int, str], str] = lambda rank, evidence: evidence,
     ) -> None:
         self._lines = [RankLines(path) for path in files]
-        self._watch, self._ledger, self._places, self._too_slow = watch, ledger, places, too_slow
+        self._watch, self._ledger, self._places = watch, ledger, places
+        self._too_slow, self._explain = too_slow, explain
         self.evict = False
         self._join = StepJoin(len(files))
         self._next = 0.0
@@ -55,7 +58,7 @@ class SlowRanks:
 
     def _judge(self, step: int, accounts: Mapping[int, Mapping[str, int]]) -> None:
         for slow in self._watch.observe(step, accounts):
-            place, evidence = self._places[slow.rank], slow.evidence()
+            place, evidence = self._places[slow.rank], self._explain(slow.rank, slow.evidence())
             out = self._too_slow(place, f"step {step}: {SLOW}: {evidence}")
             self.evict = self.evict or out
             self._ledger.record(

@@ -49,6 +49,7 @@ from headway.train.export import export_live
 from headway.train.flop_counter import FlopCounter
 from headway.train.fusing import as_record
 from headway.train.hook import HookFactory, HookPlace
+from headway.train.look import remote_place
 from headway.train.loss_scale import LossScale
 from headway.train.memory import Fit
 from headway.train.model import BuiltModel, check_model_section
@@ -111,7 +112,7 @@ def _build(
     # After a restart the dead rank's machine may not have let go yet.
     patience = _LOCK_PATIENCE_S if restart_of(os.environ) else 0.0
     control().on_main(lambda: lock.acquire(patience), UserError, (UserError, OSError))
-    remote = resuming.remote_place(config)
+    remote = remote_place(config)
     store = CheckpointStore(folder.checkpoints, resuming.run_id(folder, remote))
     control().on_main(store.sweep, UserError, (OSError,))
     tiers = Tiers(

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 from headway.account.errors import UserError
 from headway.config.checkpoint import CheckpointConfig
-from headway.config.load import load_run
-from headway.guard.checkpoint import CheckpointInfo, CheckpointStore
-from headway.guard.finding import RemotePlace
-from headway.guard.layout import CheckpointFailed, CheckpointRef
-from headway.guard.manifest import Damaged
-from headway.guard.memory import memory_root
-from headway.guard.object_store import ObjectStore
-from headway.guard.remote import read_remote_manifest
+from headway.guard.checkpoint import CheckpointStore
 from headway.guard.tiers import Tiers
 from headway.parallel.memory import free_on_host
-from headway.record.files import read_json
 from headway.record.folder import RunFolder
-from headway.train.resume import remote_place
+from headway.train.look import own_run_id
 
-_LOOK_S = 10.0
 _MOST_OF_FREE = 0.5
 GB = 1e9
 
@@ -30,26 +20,10 @@ GB = 1e9
 def own_store(run_dir: Path) -> CheckpointStore:
     """The disk's checkpoints, as their run. Raises UserError where the run has no id."""
     folder = RunFolder.open(run_dir, for_checkpoints=True)
-    run_id = _run_id(folder)
+    run_id = own_run_id(folder)
     if run_id is None:
         raise UserError(f"{run_dir}: it has no run_id.json, so it cannot be told which checkpoints are this run's")
     return CheckpointStore(folder.checkpoints, run_id)
-
-
-def places_of(run_dir: Path) -> tuple[dict[str, list[CheckpointInfo]], list[str]]:
-    """Checkpoints by tier (of this node's memory), oldest first; and what could not be looked at."""
-    folder = RunFolder.open(run_dir, for_checkpoints=True)
-    run_id = _run_id(folder)
-    root = memory_root(run_id) if run_id is not None else None
-    memory = CheckpointStore(root, None).list() if root is not None and root.is_dir() else []
-    found = {"memory": memory, "disk": CheckpointStore(folder.checkpoints, None).list()}
-    try:
-        place = remote_place(load_run(folder.config, []).config) if folder.config.is_file() else None
-        if place is not None:
-            found["remote"] = _remote(place)
-    except (UserError, CheckpointFailed) as problem:
-        return found, [f"the store could not be looked at: {problem}"]
-    return found, []
 
 
 def no_room(config: CheckpointConfig, tiers: Tiers, size: float, to_come: float, ranks: int) -> str:
@@ -115,33 +89,3 @@ def describe(
 
 def _every(every: int | str) -> str:
     return f"every {every} steps" if isinstance(every, int) else "as often as pays"
-
-
-def _run_id(folder: RunFolder) -> str | None:
-    try:
-        return str(read_json(folder.root / "run_id.json")["run_id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _remote(place: RemotePlace) -> list[CheckpointInfo]:
-    store = ObjectStore(place.url, _LOOK_S)
-    infos = []
-    for name in store.names():
-        step, _, generation = name.removeprefix("step-").partition(".g")
-        ref = CheckpointRef(Path(place.url) / name, int(step), int(generation))
-        infos.append(_remote_info(store, ref))
-    return infos
-
-
-def _remote_info(store: ObjectStore, ref: CheckpointRef) -> CheckpointInfo:
-    nothing: dict[str, Any] = {"parts": {}, "created": "", "run_id": "", "world_size": 0, "verified": False}
-    try:
-        manifest = read_remote_manifest(store, ref.name)
-    except (Damaged, CheckpointFailed) as problem:
-        return CheckpointInfo(ref=ref, problems=(str(problem),), **nothing)
-    if manifest is None:
-        return CheckpointInfo(ref=ref, problems=("not finished: it has no manifest",), **nothing)
-    return CheckpointInfo(
-        ref, manifest.parts, manifest.created, manifest.run_id, manifest.world_size, verified=None, problems=()
-    )

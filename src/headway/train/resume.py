@@ -16,11 +16,11 @@ from headway.data.global_batch import Position
 from headway.data.stream import Stream
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.code_identity import SOURCE, code_identity
-from headway.guard.finding import Found, RemotePlace
+from headway.guard.finding import Found
 from headway.guard.fingerprint import refuse_changed
 from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import Damaged
-from headway.guard.object_store import ObjectStore
+from headway.guard.object_store import ObjectStore, RemotePlace
 from headway.guard.process_group import control
 from headway.guard.remote import read_remote_manifest
 from headway.guard.rng import set_rng_state
@@ -86,14 +86,6 @@ def refuse_early(config: RunConfig, stream: Stream, found: Found | None) -> None
     saved = found.store.read_meta(found.ref)["identity"]
     late = {key: saved[key] for key in _KNOWN_LATE if key in saved}
     compare(saved, {**run_identity(config, stream, {}, ""), **late}, set(config.checkpoint.allow))
-
-
-def remote_place(config: RunConfig) -> RemotePlace | None:
-    """The run's folder in the object store, if it has one."""
-    remote = config.checkpoint.remote
-    if remote is None:
-        return None
-    return RemotePlace(f"{remote.url.rstrip('/')}/{config.name}", remote.keep, remote.budget_s)
 
 
 def run_id(folder: RunFolder, remote: RemotePlace | None = None) -> str:

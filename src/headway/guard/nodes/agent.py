@@ -19,6 +19,7 @@ from headway.guard import launch
 from headway.guard.alone import MakeWatch
 from headway.guard.beacon import Pulse
 from headway.guard.deaths import Death
+from headway.guard.explain import Explainer
 from headway.guard.generation import Place
 from headway.guard.group import Elsewhere, Turn
 from headway.guard.hang import Hang
@@ -45,9 +46,15 @@ class Agents:
     """This machine's part of the meeting. `ranks`: how many it can start."""
 
     def __init__(
-        self, meeting: Meeting, ranks: int, recovery: Recovery, make_watch: MakeWatch, signals: Signals
+        self,
+        meeting: Meeting,
+        ranks: int,
+        recovery: Recovery,
+        make_watch: MakeWatch,
+        signals: Signals,
+        explainer: Explainer,
     ) -> None:
-        self._meeting, self._ranks, self._signals = meeting, ranks, signals
+        self._meeting, self._ranks, self._signals, self._explainer = meeting, ranks, signals, explainer
         self._court = _Court(recovery, make_watch)
         self._order = Order()
         self._beat = self._done = -1
@@ -105,6 +112,8 @@ class Agents:
         def look(alive: Sequence[Rank]) -> Watched | None:
             nonlocal told
             self._status.pulses = {rank: compact(pulse) for rank, pulse in read_pulses(folder, turn.place).items()}
+            self._status.vitals = self._explainer.of_ranks(turn.place, turn.settings)
+            self._explainer.said |= self._status.vitals
             self._tick()
             order = self._order
             if not alive or told:
@@ -183,6 +192,8 @@ class Agents:
             if name in values:
                 self._leader.roll.note(now, msgspec.json.decode(values[name], type=Status))
         before = self._order
+        others = self._leader.roll.here().values()
+        self._explainer.said = {rank: text for heard in others for rank, text in heard.status.vitals.items()}
         self._order = self._leader.tick(now)
         if (before.phase, before.generation) != (self._order.phase, self._order.generation):
             self._door.tell(joined)

@@ -17,7 +17,8 @@ class Status(msgspec.Struct, kw_only=True):
     """One agent. `member` counts all that ever joined this store; `host`: the name its incidents are counted under.
 
     `beat` changes as long as the agent lives. `now_ns`: its monotonic clock. `generation`: the one that it runs or ran
-    last, -1 before the first. `address`, `standby`: where its own store waits for the leader's to fail.
+    last, -1 before the first. `address`, `standby`: where its own store waits for the leader's to fail. `vitals`: what
+    is wrong with its ranks' cards, network or disk, in words.
     """
 
     member: int
@@ -32,6 +33,7 @@ class Status(msgspec.Struct, kw_only=True):
     leaving: bool = False
     report: Report | None = None
     pulses: dict[int, Pulse] = {}
+    vitals: dict[int, str] = {}
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
