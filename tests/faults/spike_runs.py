@@ -62,7 +62,9 @@ def material(folder: Path, **sections: Any) -> Path:
 
 def build(path: Path, *overrides: str, said: list[str] | None = None) -> Run:
     config = load_run(path, list(overrides)).config
-    return build_run(config, None, RunClock(), observers=lambda: [StepLines()], say=(said or []).append)
+    return build_run(
+        config, None, RunClock(), observers=lambda: [StepLines()], say=([] if said is None else said).append
+    )
 
 
 def ran(path: Path, *overrides: str, plant: Plant = lambda run: None) -> Ran:

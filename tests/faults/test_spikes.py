@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +22,8 @@ from headway.train.run import Run
 
 pytestmark = pytest.mark.timeout(600)
 
-AT = 48
-SHORT = "train.steps=54"
+AT, END = 38, 43
+SHORT = f"train.steps={END}"
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +56,38 @@ def once(at: int, work: Callable[[Run], object]) -> Plant:
     return plant
 
 
+def test_after_going_back_and_setting_aside_the_run_is_its_twin(path: Path) -> None:
+    """The state breaks and a poisoned document comes at once: only at the older state does the document explain it."""
+    culprit: list[int] = []
+
+    def poison(run: Run) -> None:
+        culprit.append(culprit[0] if culprit else longest_of(run, AT))
+        rewrite(run, culprit[0], garbage(0, vocab=320))
+
+    def plant(run: Run) -> None:
+        poison(run)
+        once(AT, scale_weights)(run)
+
+    found = ran(path, "name=both", SHORT, "checkpoint.memory_every=6", plant=plant)
+    (incident,) = found.incidents
+    assert incident.step == AT and "went back to step 36, set aside 1 of" in incident.action
+    assert incident.steps_lost == AT - 36, "one memory interval at most"
+    aside = read_jsonl(found.folder.quarantine, Quarantined).items
+    assert [document.document for document in aside] == culprit
+    twin = found.folder.root.with_name("both-twin")
+    twin.mkdir()
+    shutil.copy(found.folder.quarantine, twin / "quarantine.jsonl")
+    never_bad = ran(path, "name=both-twin", SHORT, plant=poison)
+    assert never_bad.incidents == []
+    assert found.losses == never_bad.losses and found.weights == never_bad.weights
+
+
+def scale_weights(run: Run) -> None:
+    with torch.no_grad():
+        for parameter in run.learner.replicas.module.parameters():
+            parameter.mul_(3.0)
+
+
 def test_weights_that_came_back_wrong_make_no_update(path: Path, clean: Ran) -> None:
     """P31: a resume whose weights lie in other places is seen by the loss of its first step, before it is made."""
     stopped = ran(path, "name=wrong", SHORT, plant=once(AT, lambda run: os.kill(os.getpid(), signal.SIGTERM)))
@@ -73,8 +106,8 @@ def test_weights_that_came_back_wrong_make_no_update(path: Path, clean: Ran) -> 
 
 
 def test_a_spike_that_keeps_coming_back_escalates_and_stops(path: Path) -> None:
-    run = build(path, "name=row24-again", SHORT, "checkpoint.memory_every=6")
-    run.schedule = TooHighARate(run.schedule, range(AT - 3, AT), 9)  # type: ignore[assignment]
+    run = build(path, "name=row24-again", "train.steps=54", "checkpoint.memory_every=6")
+    run.schedule = TooHighARate(run.schedule, range(45, 48), 9)  # type: ignore[assignment]
     from headway.train.loop import train
 
     with pytest.raises(UserError, match="not the data's fault"):
@@ -119,4 +152,4 @@ def test_two_ranks_set_the_same_document_aside(path: Path) -> None:
 
     found = ran_on_two(path, "name=two-poisoned", "parallel.fsdp=2", SHORT, plant=plant)
     (document,) = read_jsonl(path.parent / "runs" / "two-poisoned" / "quarantine.jsonl", Quarantined).items
-    assert document.step == AT and found[0]["step"] == found[1]["step"] == 54
+    assert document.step == AT and found[0]["step"] == found[1]["step"] == END

@@ -49,7 +49,8 @@ class Injections:
 def inject(config: RunConfig, scratch: Path, steps: int, injections: int, seed: int = 0) -> Injections:
     """Trains `steps` steps, then poisons one document of each of the batches that would come, one after the other.
 
-    The weights stay those behind the last step, and each batch is looked at as training would look at it.
+    The weights stay those behind the last step, and each batch is looked at as training would look at it: clean first.
+    Documents of at least 32 tokens are poisoned, of which enough are trained on for a loss of their own.
     """
     found = Injections(clean_steps=steps)
     values = prepared(config, scratch).model_dump()
@@ -75,7 +76,18 @@ def _inject(run: Run, kind: str, dice: np.random.Generator, found: Injections) -
     spikes = run.spikes
     batch = spikes.stream.global_batch(run.position)
     run.position = batch.next
-    long = [int(raw) for raw, length in zip(batch.documents, batch.lengths, strict=True) if length >= 32]
+    step = run.step + 1
+    at = Launched(step, batch, spikes.watcher.limits(step, spikes.kind), random_state())
+    whole = spikes.look(at, frozenset())
+    assert whole is not None
+    found.clean_steps += 1
+    found.false_alarms += bool(at.limits.beyond(whole.figures.watched()))
+    # What is hardly trained on can neither be seen nor do harm.
+    long = [
+        int(raw)
+        for raw, length in zip(batch.documents, batch.lengths, strict=True)
+        if length >= 32 and whole.documents[int(raw)][1]
+    ]
     if not long:
         return
     raw = int(dice.choice(long))
@@ -91,8 +103,6 @@ def _inject(run: Run, kind: str, dice: np.random.Generator, found: Injections) -
             return np.full_like(ids, token)
         return np.random.default_rng(raw).integers(0, vocabulary, len(ids)).astype(ids.dtype)
 
-    step = run.step + 1
-    at = Launched(step, batch, spikes.watcher.limits(step, spikes.kind), random_state())
     found.made[kind] += 1
     store.tokens = planted  # type: ignore[method-assign]
     try:
