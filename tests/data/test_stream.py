@@ -197,6 +197,20 @@ def test_slots_are_kept_packs_times_capacity() -> None:
     assert "75.000% filled" in str(one.efficiency(0))
 
 
+def test_trimmed_packs_hold_the_same_documents_and_no_empty_slot() -> None:
+    whole = make(60, **PACKED)
+    trimmed = whole.trimmed()
+    for one, other in zip(whole.epoch(0), trimmed.epoch(0), strict=True):
+        assert one.documents.tolist() == other.documents.tolist()
+        assert (one.position, one.next) == (other.position, other.next) and other.slots == other.tokens <= one.slots
+        for a, b in zip(one.micro_batches(0, 1), other.micro_batches(0, 1), strict=True):
+            assert (a.input_ids[:, : b.slots] == b.input_ids).all() and (a.labels[:, : b.slots] == b.labels).all()
+    assert trimmed.fingerprint == whole.fingerprint, "a run may go on under the other shape"
+    aside = trimmed.with_quarantine([(0, int(next(trimmed.epoch(0)).documents[0]))], epoch=0)
+    first = next(aside.epoch(0))
+    assert first.slots > first.tokens, "a document set aside stays as padding in its place"
+
+
 def test_rectangles_are_as_wide_as_their_longest_row() -> None:
     documents = [[1] * n for n in (2, 9, 4, 7, 3, 8, 5, 6)]
     view = View([Weighted(MemoryStore(documents))], ViewOptions(10, "drop"))

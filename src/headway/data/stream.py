@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -31,6 +31,8 @@ class StreamOptions:
     as wide as the longest of them (with ``pad_to_seq_len``: as the view's sequence length, and always ``rows`` rows).
     ``group_by_length`` puts documents of similar length into the same micro-batch.
     ``sequences_per_step``: packs (or rows) of a global batch.
+    ``trim``: a pack ends with its last document. Nothing is computed for empty slots, but no two packs have one shape:
+    for devices where shapes cost nothing. The order of documents does not depend on it.
     """
 
     seed: int = 0
@@ -40,6 +42,7 @@ class StreamOptions:
     sequences_per_step: int = 1
     group_by_length: bool = False
     pad_to_seq_len: bool = False
+    trim: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,11 @@ class Stream:
         added = {document: min(epoch, self.quarantine.get(document, epoch)) for document in documents}
         back = {document: last for document, last in self.released.items() if document not in added}
         return Stream(self.view, self.options, quarantine=self.quarantine | added, released=back, plans=self._plans)
+
+    def trimmed(self) -> Stream:
+        """This stream with packs that end with their last document; what is in them, and where, stays."""
+        options = replace(self.options, trim=True)
+        return Stream(self.view, options, quarantine=self.quarantine, released=self.released, plans=self._plans)
 
     def setting_aside(
         self, quarantine: Mapping[tuple[int, int], int], released: Mapping[tuple[int, int], int] | None = None
@@ -228,16 +236,23 @@ class Stream:
         """``bounds``: of the sequences within ``pieces``."""
         if self.options.pack == "best_fit":
             spans = list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
-            shapes = [(1, self.options.slots)] * len(spans)
+            shapes = [(1, width) for width in self._widths(pieces, spans)]
         else:
             starts = np.arange(0, len(pieces), self.options.rows)
             spans = list(zip(starts.tolist(), [*starts[1:].tolist(), len(pieces)], strict=True))
             shapes = self._rectangles(self.view.pieces.length[pieces], starts)
         packed = self.options.pack == "best_fit"
+        fixed = not self.options.trim if packed else self.options.pad_to_seq_len
         return tuple(
-            Micro(pieces[a:b], masked[a:b], rows, width, packed, packed or self.options.pad_to_seq_len)
+            Micro(pieces[a:b], masked[a:b], rows, width, packed, fixed)
             for (a, b), (rows, width) in zip(spans, shapes, strict=True)
         )
+
+    def _widths(self, pieces: np.ndarray, spans: list[tuple[int, int]]) -> list[int]:
+        """Slots of the packs that hold ``pieces[a:b]``."""
+        if not self.options.trim:
+            return [self.options.slots] * len(spans)
+        return [int(self.view.pieces.length[pieces[a:b]].sum()) for a, b in spans]
 
     def _rectangles(self, lengths: np.ndarray, starts: np.ndarray) -> list[tuple[int, int]]:
         """(rows, width) of the micro-batches that begin at ``starts`` of documents of ``lengths``."""

@@ -53,8 +53,11 @@ def documents_of(config: RunConfig, steps: int, held_out: int) -> Steps:
     return Steps(view, tuple(found), steps, unseen)
 
 
-def micro_batches(config: RunConfig, view: View, pieces: np.ndarray, *, reorder: int = 0) -> list[Batch]:
-    """These documents as the configuration's micro-batches. reorder > 0: in another order, so that sums differ."""
+def micro_batches(
+    config: RunConfig, view: View, pieces: np.ndarray, *, reorder: int = 0, trim: bool = False
+) -> list[Batch]:
+    """These documents as the configuration's micro-batches. reorder > 0: in another order, so that sums differ.
+    trim: packs end with their last document (`StreamOptions.trim`)."""
     if reorder:
         pieces = np.random.default_rng(reorder).permutation(pieces)
     builder, lengths = BatchBuilder(view), view.pieces.length
@@ -62,7 +65,10 @@ def micro_batches(config: RunConfig, view: View, pieces: np.ndarray, *, reorder:
         packs = best_fit(lengths[pieces], config.data.slots, seed=config.seed + reorder)
         spans = zip(packs.offsets[:-1].tolist(), packs.offsets[1:].tolist(), strict=True)
         groups = [pieces[packs.order[a:b]] for a, b in spans]
-        return [builder.packed(group, np.zeros(len(group), bool), config.data.slots) for group in groups]
+        return [
+            builder.packed(group, np.zeros(len(group), bool), int(lengths[group].sum()) if trim else config.data.slots)
+            for group in groups
+        ]
     if config.data.group_by_length:
         pieces = pieces[np.argsort(lengths[pieces], kind="stable")]
     rows = config.data.rows

@@ -55,7 +55,8 @@ class Trainee:
 
     def batches(self, view: View, pieces: np.ndarray) -> list[Batch]:
         """These documents as this configuration's micro-batches, on its device."""
-        made = micro_batches(self.config, view, pieces, reorder=self.reorder)
+        trim = self.run.spikes.stream.options.trim
+        made = micro_batches(self.config, view, pieces, reorder=self.reorder, trim=trim)
         return [batch.to(self.device) for batch in made]
 
     def update(self, batches: Sequence[Batch]) -> StepFigures:

@@ -142,7 +142,8 @@ def _build(
         state = resuming.resume(config, found, made.replicas, made.optimizers, identity)
     for note in state.notes:
         say(note)
-    evaluator = _evaluator(config, view, place, model.shape.vocab, say)
+    stream = _shaped(stream, place, made)
+    evaluator = _evaluator(config, view, place, made, say)
     peak = peak_of(config, place)
     session = resuming.next_session(folder)
     clock = StepClock(place.device.type)
@@ -343,15 +344,22 @@ def _schedule(config: RunConfig, steps: int) -> Schedule:
     return Schedule(given.kind, steps, given.warmup_steps(steps), given.decay_steps(steps), given.min_ratio)
 
 
-def _evaluator(config: RunConfig, view: View, place: Place, vocab: int, say: Say) -> Evaluator | None:
+def _shaped(stream: Stream, place: Place, made: Assembled) -> Stream:
+    """A CPU computes a pack of any size as fast; where something is compiled, or on a device, one shape is worth more
+    than the few empty slots of a pack."""
+    anything_goes = place.device.type == "cpu" and stream.options.pack == "best_fit" and not made.compiles
+    return stream.trimmed() if anything_goes else stream
+
+
+def _evaluator(config: RunConfig, view: View, place: Place, made: Assembled, say: Say) -> Evaluator | None:
     held_out = evaluation_view(config, view)
     if held_out is None:
         return None
-    check_vocabulary(held_out, vocab)
+    check_vocabulary(held_out, made.model.shape.vocab)
     if held_out.overlong.affected:
         say(f"evaluation: {held_out.overlong}")
     stream = make_stream(config, held_out, config.sequences_per_step(place.layout.data_parallel))
-    return Evaluator(stream, place.rank, place.world, place.device.torch, config.eval.batches)
+    return Evaluator(_shaped(stream, place, made), place.rank, place.world, place.device.torch, config.eval.batches)
 
 
 def _write_down(config: RunConfig, folder: RunFolder, place: Place, made: Assembled, peak: Peak) -> None:
