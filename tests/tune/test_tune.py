@@ -18,9 +18,9 @@ from headway.config.run import RunConfig
 from headway.prove.verify import verify
 from headway.train.data import prepare_sources
 from headway.tune.precision import LayerError, measure_layers, precision_lines, proposed
-from headway.tune.profile import Profile, profile
+from headway.tune.profile import Profile, decided, profile
 from headway.tune.registry import DATA, ranked
-from headway.tune.rounds import Round, beside, changed, table, tune
+from headway.tune.rounds import PROVED, Round, beside, changed, table, tune
 from headway.tune.write import tuned_text
 
 
@@ -38,7 +38,7 @@ def naive(run_file: Path) -> RunConfig:
     return load_run(run_file, ["preset=naive", "data.rows=4", "train.global_batch_sequences=16"]).config
 
 
-def pretended(config: RunConfig) -> Profile:
+def pretended(config: RunConfig, rival: float | None = None) -> Profile:
     """A machine by formula: time is slots, a third more for recompute, and a fixed cost a micro-batch. No clock."""
     tokens = 10_000
     slots = tokens if config.data.packed else 3 * tokens
@@ -85,7 +85,7 @@ def test_what_was_found_is_held_against_a_preset_in_turn(run_file: Path) -> None
     found = tune(naive(run_file), pretended, same, lambda done: None)
     seen: list[RunConfig] = []
 
-    def measure(config: RunConfig) -> Profile:
+    def measure(config: RunConfig, rival: float | None) -> Profile:
         seen.append(config)
         return pretended(config)
 
@@ -95,7 +95,9 @@ def test_what_was_found_is_held_against_a_preset_in_turn(run_file: Path) -> None
     assert {(config.data.slots, config.sequences_per_step(1)) for config in seen} == {
         (found.config.data.slots, found.config.sequences_per_step(1))
     }
-    slow = beside(found, found.config, lambda config: pretended(naive(run_file) if config is found.config else config))
+    slow = beside(
+        found, found.config, lambda config, _: pretended(naive(run_file) if config is found.config else config)
+    )
     assert max(slow) < 0.9, "a configuration that is slower shows"
 
 
@@ -120,10 +122,42 @@ def test_a_change_of_the_training_is_put_back(run_file: Path) -> None:
     rounds, config = run_tune(naive(run_file), refuse)
     assert not config.data.packed
     assert [each.verdict for each in rounds if each.remedy.name == "pack"] == ["put back: not the same training"]
+    again = [each for each in rounds if each.kept]
+    assert {each.remedy.name for each in again} >= {"less-recompute", "fuse-loss"}, "tuning goes on without it"
+    assert {each.verdict for each in again} == {PROVED}
+
+
+@pytest.mark.parametrize("culprit", ["model.recompute", "model.fuse", "data.slots"])
+def test_what_is_kept_is_proved_once_and_halving_finds_the_change_at_fault(run_file: Path, culprit: str) -> None:
+    own = naive(run_file)
+    checks: list[tuple[RunConfig, RunConfig]] = []
+
+    def check(before: RunConfig, after: RunConfig) -> str | None:
+        checks.append((before, after))
+        section, name = culprit.split(".")
+        wrong = getattr(getattr(after, section), name) not in (getattr(getattr(own, section), name), 128)
+        return "planted" if wrong else None
+
+    found = tune(own, pretended, check, lambda done: None)
+    bad = [each for each in found.rounds if each.verdict == "put back: planted"]
+    assert bad and all(culprit in each.remedy.change and not each.kept for each in bad)
+    assert all(before == own for before, _ in checks), "always against the user's own"
+    assert check(own, found.config) is None and all(each.verdict == PROVED for each in found.kept)
+    checks.clear()
+    run_tune(own, lambda before, after: checks.append((before, after)))
+    assert len(checks) == 1, "three trainings for the proof, however many changes"
+
+
+def test_a_clear_trial_ends_early_and_an_unclear_one_goes_on() -> None:
+    inf = float("inf")
+    assert not decided(1, 1000, 1.0, 500.0, inf), "one step says too little"
+    assert decided(2, 1000, 1.0, 500.0, inf) and decided(2, 300, 1.0, 500.0, inf)
+    assert not decided(2, 540, 1.0, 500.0, inf) and not decided(9, 1000, 1.0, None, inf)
+    assert decided(2, 540, 61.0, 500.0, 60.0)
 
 
 def test_a_configuration_that_does_not_run_is_put_back(run_file: Path) -> None:
-    def measure(config: RunConfig) -> Profile:
+    def measure(config: RunConfig, rival: float | None) -> Profile:
         if config.model.recompute == "auto":
             raise UserError("no memory for it")
         return pretended(config)

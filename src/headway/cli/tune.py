@@ -20,6 +20,9 @@ def tune(
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. preset=naive.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of a profile.", min=1)] = 10,
     verify_steps: Annotated[int, typer.Option(help="Steps that a change must agree over.", min=1)] = 3,
+    most_seconds: Annotated[
+        float, typer.Option("--seconds", help="Longest time of a profile's steps (two are always made).", min=0)
+    ] = 60.0,
     against: Annotated[
         str | None, typer.Option(help="Then profile what was found beside this preset, in turn.", metavar="PRESET")
     ] = None,
@@ -28,7 +31,7 @@ def tune(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Profile, apply one remedy, profile again, verify, keep or put back; write RUN.tuned.yaml beside RUN.yaml.
+    """Profile, apply one remedy, profile again, keep or put back; verify what was kept; write RUN.tuned.yaml.
 
     Example: headway tune run.yaml preset=naive
     """
@@ -41,7 +44,7 @@ def tune(
     with tempfile.TemporaryDirectory(prefix="headway-tune-") as scratch:
         if precision:
             return _precision(config, Path(scratch), json)
-        return _tune(run_file, overrides or [], config, Path(scratch), steps, verify_steps, against, json)
+        return _tune(run_file, overrides or [], config, Path(scratch), steps, verify_steps, most_seconds, against, json)
 
 
 def _tune(
@@ -51,6 +54,7 @@ def _tune(
     scratch: Path,
     steps: int,
     verify_steps: int,
+    most_seconds: float,
     against: str | None,
     json: bool,
 ) -> int:
@@ -66,10 +70,12 @@ def _tune(
         other = load_run(run_file, [*(o for o in overrides if not o.startswith("preset=")), f"preset={against}"]).config
     number = iter(range(10**6))
 
-    def measure(candidate: RunConfig) -> Profile:
-        return profile(candidate, scratch / str(next(number)), steps=steps)
+    def measure(candidate: RunConfig, rival: float | None) -> Profile:
+        folder = scratch / str(next(number))
+        return profile(candidate, folder, steps=steps, rival=rival, most_seconds=most_seconds)
 
     def check(before: RunConfig, after: RunConfig) -> str | None:
+        _say(f"verifying: the run file's own training and what was kept of it, {verify_steps} steps")
         found = verify(
             before, after, scratch / str(next(number)), steps=verify_steps, held_out=1, say=lambda text: None
         ).verdict

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,8 +42,31 @@ class Profile:
         return 1 - self.tokens / self.slots
 
 
-def profile(config: RunConfig, scratch: Path, *, steps: int, warm_up: int = 1) -> Profile:
-    """Runs `warm_up` steps that do not count and `steps` that do, in the words of the training loop.
+LEAST = 2
+"""Steps that any profile counts."""
+CLEAR = 0.15
+"""A trial this far from the speed it is held against is decided after `LEAST` steps."""
+
+
+def decided(steps: int, tokens: int, seconds: float, rival: float | None, most_seconds: float) -> bool:
+    """Whether a profile has counted enough: its time is spent, or its speed lies clearly beside the rival's."""
+    if steps < LEAST or seconds <= 0:
+        return False
+    return seconds > most_seconds or (rival is not None and abs(tokens / seconds / rival - 1) > CLEAR)
+
+
+def profile(
+    config: RunConfig,
+    scratch: Path,
+    *,
+    steps: int,
+    warm_up: int = 1,
+    rival: float | None = None,
+    most_seconds: float = float("inf"),
+) -> Profile:
+    """Runs `warm_up` steps that do not count and up to `steps` that do, in the words of the training loop.
+
+    rival: effective tokens/s to be held against, which ends a clear case early; most_seconds: of the counted steps.
 
     Raises:
         UserError: the configuration cannot be built, or does not fit into memory.
@@ -51,11 +75,18 @@ def profile(config: RunConfig, scratch: Path, *, steps: int, warm_up: int = 1) -
     run = build_run(prepared(config, scratch), None, RunClock(), observers=lambda: [lines], say=lambda text: None)
     try:
         run.start()
-        for _ in range(warm_up + steps):
+        tokens, began = 0, 0.0
+        for done in range(-warm_up, steps):
+            if done == 0:
+                began = time.perf_counter()
+            if decided(done, tokens, time.perf_counter() - began, rival, most_seconds):
+                break
             run.clock.begin_step()
             run.tell_finished_steps()
-            run.learn(run.next_batch())
+            fed = run.next_batch()
+            run.learn(fed)
             run.collect_garbage()
+            tokens += fed.batch.tokens if done >= 0 else 0
         run.clock.end_step()
         run.reporter.tell_finished()
         peak = run.session_start.peak_flops

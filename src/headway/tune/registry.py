@@ -13,7 +13,7 @@ from headway.config.run import RunConfig
 from headway.diagnose.remedies import predict
 from headway.tune.profile import Profile
 
-Maker = Callable[[RunConfig, Profile], Remedy | None]
+Maker = Callable[[RunConfig, Profile], Remedy | list[Remedy] | None]
 
 
 def pack(config: RunConfig, seen: Profile) -> Remedy | None:
@@ -80,22 +80,27 @@ def fuse(config: RunConfig, seen: Profile) -> Remedy | None:
     )
 
 
-def larger_micro_batch(config: RunConfig, seen: Profile) -> Remedy | None:
-    """Twice the slots in half the micro-batches: the same documents a step, larger matrix products."""
+def larger_micro_batch(config: RunConfig, seen: Profile) -> list[Remedy]:
+    """More slots in fewer micro-batches: the same documents a step, larger matrix products. Four times as many first,
+    then twice as many: each trial costs a profile."""
     packs = config.sequences_per_step(1)
     if not config.data.packed or packs < 2:
-        return None
+        return []
     host = seen.account.share("host") + seen.account.share("unaccounted")
-    return predict(
-        "larger-micro-batch",
-        gain=(0.0, min(1.0, host + 0.05)),
-        evidence=(f"a step is {packs} micro-batches of {config.data.slots} slots",),
-        change={"data.slots": 2 * config.data.slots, "train.global_batch_sequences": -(-packs // 2)},
-    )
+    return [
+        predict(
+            "larger-micro-batch",
+            gain=(0.0, min(1.0, host + 0.05 * (1 - 1 / times))),
+            evidence=(f"a step is {packs} micro-batches of {config.data.slots} slots",),
+            change={"data.slots": times * config.data.slots, "train.global_batch_sequences": -(-packs // times)},
+        )
+        for times in ((4, 2) if packs > 2 else (2,))
+    ]
 
 
 def compile_layers(config: RunConfig, seen: Profile) -> Remedy | None:
-    """Layers through torch.compile: fewer, larger kernels."""
+    """Layers through torch.compile: fewer, larger kernels. `auto` measures one layer both ways before it compiles all,
+    and only where the run is long enough to win the time back."""
     if config.train.compile:
         return None
     share = seen.account.share("compute.forward") + seen.account.share("compute.backward")
@@ -103,7 +108,7 @@ def compile_layers(config: RunConfig, seen: Profile) -> Remedy | None:
         "compile",
         gain=(0.0, 0.3 * share),
         evidence=(f"{share:.1%} of the step is forward and backward",),
-        change={"train.compile": True},
+        change={"train.compile": "auto"},
     )
 
 
@@ -118,6 +123,9 @@ def ranked(config: RunConfig, seen: Profile) -> list[Remedy]:
     """
     found = []
     for makers in (DATA, COMPUTE):
-        some = [remedy for maker in makers if (remedy := maker(config, seen)) is not None]
+        made = [maker(config, seen) for maker in makers]
+        some = [
+            remedy for each in made for remedy in (each if isinstance(each, list) else [each]) if remedy is not None
+        ]
         found += sorted(some, key=lambda remedy: -sum(remedy.gain))
     return found

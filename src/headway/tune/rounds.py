@@ -1,9 +1,15 @@
-"""The method: profile, apply the first remedy, profile again, verify, keep or put back, until nothing gains."""
+"""The method: profile, apply the first remedy, profile again, keep or put back, until nothing gains; then the proof.
+
+Proving costs three trainings, whatever was changed. So what was kept is proved once, all of it together, against the
+user's own configuration; where the two are not the same training, halving finds the change at fault, it is put back,
+and tuning goes on from what is proved.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,8 +24,11 @@ from headway.tune.registry import ranked
 
 #: A change must win more than this to stay: less is within what two measurements of the same thing differ by.
 WORTH = 0.01
+PROVISIONAL = "kept for now"
+PROVED = "kept: the same training"
 
-Measure = Callable[[RunConfig], Profile]
+Measure = Callable[[RunConfig, float | None], Profile]
+"""Profiles a configuration; the speed to beat, where there is one, lets a clear case end early."""
 Check = Callable[[RunConfig, RunConfig], str | None]
 """Why the second configuration is not the same training as the first, or None."""
 
@@ -35,14 +44,33 @@ class Round:
     verdict: str
 
 
+@dataclass(frozen=True)
+class State:
+    """A configuration with its profile, and the round (index) that made it; None is the user's own."""
+
+    config: RunConfig
+    profile: Profile
+    made_by: int | None = None
+
+
 @dataclass
 class Tuned:
     """The run file's own profile, every round, and the configuration at the end."""
 
-    first: Profile
-    config: RunConfig
-    last: Profile
+    states: list[State]
     rounds: list[Round] = field(default_factory=list)
+
+    @property
+    def first(self) -> Profile:
+        return self.states[0].profile
+
+    @property
+    def config(self) -> RunConfig:
+        return self.states[-1].config
+
+    @property
+    def last(self) -> Profile:
+        return self.states[-1].profile
 
     @property
     def kept(self) -> list[Round]:
@@ -54,44 +82,97 @@ class Tuned:
 
 
 def tune(config: RunConfig, measure: Measure, check: Check, tell: Callable[[Round], None]) -> Tuned:
-    """Tries remedies one at a time until none is left that gains more than `WORTH`.
+    """Tries remedies one at a time until none is left that gains more than `WORTH`, then proves what was kept.
 
     A remedy that was put back is not tried again with the same values; one that stayed changes the account, from which
-    the next are ranked.
+    the next are ranked. No configuration is measured twice.
     """
-    base = measure(config)
-    found = Tuned(base, config, base)
-    tried: set[str] = set()
+    measure = _remembered(measure)
+    found = Tuned([State(config, measure(config, None))])
+    at_fault: set[str] = set()
+    while True:
+        _search(found, set(at_fault), measure, tell)
+        if len(found.states) == 1:
+            return found
+        proved, reason = _prove(found, check)
+        for state in found.states[1 : proved + 1]:
+            _judge(found, state, PROVED, kept=True)
+        if proved == len(found.states) - 1:
+            return found
+        for state in found.states[proved + 2 :]:
+            _judge(found, state, "put back: it stood on a change that was put back", kept=False)
+        culprit = found.states[proved + 1]
+        _judge(found, culprit, f"put back: {reason}", kept=False)
+        assert culprit.made_by is not None
+        tell(found.rounds[culprit.made_by])
+        at_fault.add(_key(found.rounds[culprit.made_by].remedy))
+        del found.states[proved + 1 :]
+
+
+def _search(found: Tuned, tried: set[str], measure: Measure, tell: Callable[[Round], None]) -> None:
     while True:
         waiting = [remedy for remedy in ranked(found.config, found.last) if _key(remedy) not in tried]
         if not waiting:
-            return found
+            return
         tried.add(_key(waiting[0]))
-        done, candidate, after = _try(found, waiting[0], measure, check)
+        done, state = _try(found, waiting[0], measure)
         found.rounds.append(done)
         tell(done)
-        if done.kept and candidate is not None and after is not None:
-            found.config, found.last = candidate, after
+        if state is not None:
+            found.states.append(state)
 
 
-def _try(
-    found: Tuned, remedy: Remedy, measure: Measure, check: Check
-) -> tuple[Round, RunConfig | None, Profile | None]:
+def _try(found: Tuned, remedy: Remedy, measure: Measure) -> tuple[Round, State | None]:
     try:
         candidate = changed(found.config, dict(remedy.change))
-        after = measure(candidate)
+        after = measure(candidate, found.last.speed)
     except (UserError, ValidationError, MemoryError) as error:
-        return Round(remedy, None, None, False, f"put back: {str(error).splitlines()[0][:160]}"), None, None
+        return Round(remedy, None, None, False, f"put back: {str(error).splitlines()[0][:160]}"), None
     won = after.speed / found.last.speed - 1
     if won <= WORTH:
-        return Round(remedy, won, after.mfu, False, "put back: gains too little"), None, None
-    try:
-        reason = check(found.config, candidate)
-    except UserError as error:
-        reason = f"not proven: {str(error).splitlines()[0][:160]}"
-    if reason is not None:
-        return Round(remedy, won, after.mfu, False, f"put back: {reason}"), None, None
-    return Round(remedy, won, after.mfu, True, "kept: the same training"), candidate, after
+        return Round(remedy, won, after.mfu, False, "put back: gains too little"), None
+    return Round(remedy, won, after.mfu, True, PROVISIONAL), State(candidate, after, len(found.rounds))
+
+
+def _prove(found: Tuned, check: Check) -> tuple[int, str]:
+    """How many of the kept changes are, together, the same training as the user's own, and why the next is not."""
+    own = found.states[0].config
+
+    def reason_of(index: int) -> str | None:
+        try:
+            return check(own, found.states[index].config)
+        except UserError as error:
+            return f"not proven: {str(error).splitlines()[0][:160]}"
+
+    same, other = 0, len(found.states) - 1
+    reason = reason_of(other)
+    if reason is None:
+        return other, ""
+    while other - same > 1:
+        middle = (same + other) // 2
+        why = reason_of(middle)
+        if why is None:
+            same = middle
+        else:
+            other, reason = middle, why
+    return same, reason
+
+
+def _judge(found: Tuned, state: State, verdict: str, *, kept: bool) -> None:
+    assert state.made_by is not None
+    found.rounds[state.made_by] = replace(found.rounds[state.made_by], verdict=verdict, kept=kept)
+
+
+def _remembered(measure: Measure) -> Measure:
+    known: dict[str, Profile] = {}
+
+    def remembering(config: RunConfig, rival: float | None) -> Profile:
+        key = json.dumps(as_plain(config), sort_keys=True, default=str)
+        if key not in known:
+            known[key] = measure(config, rival)
+        return known[key]
+
+    return remembering
 
 
 def changed(config: RunConfig, change: dict[str, Any]) -> RunConfig:
@@ -116,7 +197,7 @@ def beside(found: Tuned, other: RunConfig, measure: Measure, turns: int = 2) -> 
         "train.global_batch_sequences": found.config.sequences_per_step(1),
     }
     other = changed(other, sizes if other.data.packed == found.config.data.packed else {})
-    return [measure(found.config).speed / measure(other).speed for _ in range(turns)]
+    return [measure(found.config, None).speed / measure(other, None).speed for _ in range(turns)]
 
 
 def _key(remedy: Remedy) -> str:
