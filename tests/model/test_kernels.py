@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from torch import nn
 from headway.data.batch import IGNORE
 from headway.model.forward import forward_logits, forward_loss
 from headway.model.head import install_loss_head, loss_head, remove_loss_head, why_no_loss_head
-from headway.model.kernels import attention, glu, layer_norm, norm, residual_norm, rotary
+from headway.model.kernels import attention, glu, layer_norm, measure, norm, residual_norm, rotary
 from headway.model.kernels.cache import cache_path, cached_choice
 from headway.model.kernels.case import Candidate, Case, Choice, Result
-from headway.model.kernels.choose import Setting, install_kernels, measure_kernels
+from headway.model.kernels.choose import Chosen, Setting, install_kernels, known_or_measured, measure_kernels
 from headway.model.kernels.linear_loss import chunked_linear_loss
 from headway.model.kernels.measure import choose
 from headway.model.kernels.whole import _batch
@@ -68,6 +69,10 @@ def test_a_fused_model_trains_as_the_plain_one(model_type, changes):
     found, found_nll, found_grads = gradients(model)
     assert found == pytest.approx(loss, rel=1e-5) and found_nll == pytest.approx(nll, rel=1e-5)
     assert float((found_grads - grads).norm() / grads.norm()) < 1e-4
+    each = forward_loss(model, _batch(320)).each
+    remove_loss_head(model)
+    assert each is not None, "the guard knows single documents under fused heads too"
+    assert torch.allclose(each, forward_loss(model, _batch(320)).each, rtol=1e-3, atol=1e-5)
 
 
 def _force(measured, *names):
@@ -301,6 +306,41 @@ def test_without_time_everything_stays_plain_and_says_so():
     assert all(
         "time for choosing" in r.reason for c in measured.choices for r in c.results if r.name in ("lean", "chunked")
     )
+
+
+def test_the_time_for_choosing_is_kept_and_what_was_not_tried_is_named(monkeypatch):
+    """On a clock that only the candidates move: seconds a row of each, 10 rows checked, 100 timed."""
+    clock = SimpleNamespace(now=0.0)
+    fake = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(measure, "time", fake)
+
+    def candidate(name, seconds):
+        def run(x):
+            clock.now += seconds * len(x)
+            return torch.sin(x)
+
+        return Candidate(name, run)
+
+    def inputs(count):
+        return (torch.linspace(-1, 1, count * 3).reshape(count, 3).requires_grad_(),)
+
+    costs = {"plain": 0.01, "fast": 0.008, "hopeless": 0.2, "late": 0.009}
+    case = Case("thing", "3", [candidate(name, each) for name, each in costs.items()], inputs, 100, 10)
+    choice = known_or_measured(case, "cpu", torch.float32, 5.0)
+    assert clock.now <= 5.0 and choice.chosen == "fast"
+    reasons = {result.name: result.reason for result in choice.results}
+    assert "times slower on a small case" in reasons["hopeless"] and reasons["late"] == measure.OUT_OF_TIME
+    assert "not tried for want of time: late of thing" in Chosen((choice,), (), clock.now).summary()
+    again = known_or_measured(case, "cpu", torch.float32, 60.0)
+    assert not again.cached and "late" not in measure_untried(again), "what could not be tried is not kept as a choice"
+    assert known_or_measured(case, "cpu", torch.float32, 0.0).cached
+    before = clock.now
+    none = choose(case, 0.0)
+    assert clock.now == before and none.chosen == "plain", "without time nothing is begun"
+
+
+def measure_untried(choice):
+    return Chosen((choice,), (), 0.0).untried()
 
 
 def test_tables_and_lengths_of_any_pack_meet_few_shapes_and_change_nothing():

@@ -18,7 +18,8 @@ from headway.data.batch import IGNORE, Batch
 from headway.model.loss import LossSum
 
 LinearLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor, float, float], tuple[Tensor, Tensor]]
-"""(hidden [n, H], weight [V, H], bias [V] or None, labels [n], z_loss, label_smoothing) -> (loss, nll) scalars."""
+"""(hidden [n, H], weight [V, H], bias [V] or None, labels [n], z_loss, label_smoothing) -> (loss [], nll): the sum over
+the rows, and the plain cross entropy without a gradient, of every row [n] or, where a kernel sums inside, of all []."""
 
 Phase = Callable[[], AbstractContextManager[None]]
 
@@ -33,6 +34,7 @@ class _Expected:
     label_smoothing: float
     phase: Phase
     nll: Tensor | None = None
+    each: Tensor | None = None  # [slots], where the implementation knows it
 
 
 class LossHead:
@@ -59,11 +61,14 @@ class LossHead:
         if expected is None:
             return self._logits(hidden)
         with expected.phase():
-            rows, labels = _trained_rows(hidden.flatten(0, -2), expected)
+            trained, rows, labels = _trained_rows(hidden.flatten(0, -2), expected)
             loss, nll = self.implementation(
                 rows, self.head.weight, self.head.bias, labels, expected.z_loss, expected.label_smoothing
             )
-            expected.nll = nll.detach()
+            nll = nll.detach()
+            expected.nll = nll.sum()
+            if nll.ndim:
+                expected.each = nll if trained is None else _spread(nll, trained, expected.labels.numel())
         return loss
 
 
@@ -114,13 +119,19 @@ def take_loss(expected: _Expected, output: Any) -> LossSum:
         raise RuntimeError("the model did not call its output head")
     # Filled on the device: a copy from the host would wait for it.
     tokens = torch.full((), expected.trained, dtype=torch.int64, device=expected.nll.device)
-    return LossSum(output.logits.reshape(()), expected.nll, tokens)
+    return LossSum(output.logits.reshape(()), expected.nll, tokens, expected.each)
 
 
-def _trained_rows(hidden: Tensor, expected: _Expected) -> tuple[Tensor, Tensor]:
-    """Rows of hidden states that have a label, and the labels. The count comes from the plan: no device sync."""
+def _spread(values: Tensor, rows: Tensor, slots: int) -> Tensor:
+    """[slots], 0 where no row is."""
+    return values.new_zeros(slots).index_copy_(0, rows, values)
+
+
+def _trained_rows(hidden: Tensor, expected: _Expected) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Slots that have a label (None: all), their hidden states and labels. The count comes from the plan: no device
+    sync."""
     labels = expected.labels.flatten()
     if expected.trained == len(labels):
-        return hidden, labels
+        return None, hidden, labels
     rows = torch.nonzero_static(labels != IGNORE, size=expected.trained).squeeze(-1)
-    return hidden.index_select(0, rows), labels.index_select(0, rows)
+    return rows, hidden.index_select(0, rows), labels.index_select(0, rows)

@@ -17,7 +17,7 @@ from headway.model.kernels.case import Case, Choice
 from headway.model.kernels.glu import gate_case, gated_mlps_of, use_gate
 from headway.model.kernels.layer_norm import layer_norm_case, layer_norms_of, use_layer_norm
 from headway.model.kernels.loss_case import IMPLEMENTATIONS, loss_case
-from headway.model.kernels.measure import choose
+from headway.model.kernels.measure import OUT_OF_TIME, UNTRIED, choose
 from headway.model.kernels.norm import norm_case, norms_of, use_norm
 from headway.model.kernels.residual_norm import residual_case, residual_layers_of, use_residual_norm
 from headway.model.kernels.rotary import rotary_attentions_of, rotary_case, use_rotary
@@ -69,11 +69,22 @@ class Chosen:
         """Whether torch.compile is behind one of them, so that compilations are worth counting."""
         return any(choice.chosen == "compile" for choice in self.choices)
 
+    def untried(self) -> list[str]:
+        """Candidates that could not be tried in the time there was, by operation."""
+        found: dict[str, list[str]] = {}
+        for choice in (*self.choices, *self.update):
+            for result in choice.results:
+                if result.reason.startswith(UNTRIED):
+                    found.setdefault(result.name, []).append(choice.operation)
+        return [f"{name} of {', '.join(operations)}" for name, operations in found.items()]
+
     def summary(self) -> str:
         every = (*self.choices, *self.update)
         used = ", ".join(f"{choice.operation} {choice.chosen}" for choice in every) or "nothing to choose"
         where = "from earlier measurements" if all(c.cached for c in every) else f"in {self.seconds:.1f} s"
-        return f"kernels: {used} (chosen {where})"
+        missing = "; ".join(self.untried())
+        more = f"; not tried for want of time: {missing} (`headway bench kernels` tries them)" if missing else ""
+        return f"kernels: {used} (chosen {where}{more})"
 
 
 Names = dict[str, str]
@@ -147,7 +158,8 @@ def known_or_measured(case: Case, device: str, dtype: torch.dtype, budget: float
     if known is not None:
         return known
     choice = choose(case, budget)
-    keep_choice(key, choice)
+    if not any(result.reason == OUT_OF_TIME for result in choice.results):
+        keep_choice(key, choice)  # else the next start tries what this one could not
     return choice
 
 

@@ -15,8 +15,8 @@ from headway.model.kernels.triton_kernels import triton_cross_entropy
 from headway.model.loss import loss_sum
 
 Rows = Callable[[Tensor, Tensor, float, float, bool], Tensor]
-"""(logits [n, V], labels [n], z_loss, smoothing, gradient) -> wide [2]: sums of objective and nll over the rows; with
-`gradient`, the logits are overwritten with their gradient."""
+"""(logits [n, V], labels [n], z_loss, smoothing, gradient) -> wide [n, 2]: objective and nll of every row, 0 where it is
+ignored; with `gradient`, the logits are overwritten with their gradient."""
 
 CHUNK_ELEMENTS = 1 << 28
 CHUNK_ELEMENTS_CPU = 1 << 24
@@ -31,9 +31,10 @@ CACHED_ELEMENTS_CPU = 1 << 18
 def eager_linear_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, z_loss: float, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """The obvious way: all logits, then `loss_sum`. (loss, nll), scalars; see `chunked_linear_loss`."""
+    """The obvious way: all logits, then `loss_sum`. (loss [], nll [n]); see `chunked_linear_loss`."""
     found = loss_sum(F.linear(hidden, weight, bias), labels, z_loss=z_loss, label_smoothing=label_smoothing)
-    return found.loss, found.nll_sum
+    assert found.each is not None
+    return found.loss, found.each
 
 
 def chunked_linear_loss(
@@ -43,7 +44,7 @@ def chunked_linear_loss(
 
     hidden [n, H], weight [V, H], bias [V] or None, labels int64 [n] with IGNORE where nothing is trained. Products run
     in autocast's type, else in hidden's; softmax, sums over tokens and over chunks are float32 (float64 for float64).
-    Returns (loss, nll) as `loss_sum`: sums over trained tokens; nll carries no gradient. Nothing is computed that needs
+    Returns (loss [], nll [n]): the sum over trained tokens, and every row's own cross entropy without a gradient. Nothing is computed that needs
     no gradient (a frozen head, evaluation). The idea is Liger's (Hsu et al., arXiv:2410.10989, section 3.2).
     """
     chunk = CHUNK_ELEMENTS_CPU if hidden.device.type == "cpu" else CHUNK_ELEMENTS
@@ -96,7 +97,7 @@ class _LinearLoss(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         needs = [grads_wanted and need for need in ctx.needs_input_grad[:3]]
         cast, cast_bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
-        sums = torch.zeros(2, dtype=wide, device=hidden.device)
+        each = torch.zeros(len(hidden), 2, dtype=wide, device=hidden.device)
         grads = [
             torch.zeros_like(hidden) if needs[0] else None,
             torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs[1] else None,
@@ -108,7 +109,7 @@ class _LinearLoss(torch.autograd.Function):
         for rows in range(0, len(hidden), step):
             part = slice(rows, rows + step)
             logits = _logits(hidden[part], cast, cast_bias, memory)
-            sums += rows_loss(logits, labels[part], z_loss, label_smoothing, any(needs))
+            each[part] = rows_loss(logits, labels[part], z_loss, label_smoothing, any(needs))
             # `logits` is now their gradient.
             if grads[0] is not None:
                 torch.mm(logits, cast, out=grads[0][part])
@@ -118,7 +119,7 @@ class _LinearLoss(torch.autograd.Function):
                 grads[2] += logits.sum(0, dtype=wide)
         ctx.grads = grads
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        loss, nll = sums.unbind()
+        loss, nll = each[:, 0].sum(), each[:, 1].contiguous()
         ctx.mark_non_differentiable(nll)
         return loss, nll
 
@@ -150,12 +151,10 @@ def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, label_smoothing: float, gradient: bool) -> Tensor:
-    """Sums of objective and nll, wide [2]; with `gradient`, the logits are overwritten with their gradient."""
-    sums = torch.zeros(2, dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    """Objective and nll, wide [n, 2]; with `gradient`, the logits are overwritten with their gradient."""
     at_once = max(1, CACHED_ELEMENTS_CPU // logits.shape[-1]) if logits.device.type == "cpu" else max(1, len(logits))
-    for part, target in zip(logits.split(at_once), labels.split(at_once), strict=True):
-        sums += _rows_loss_and_gradient(part, target, z_loss, label_smoothing, gradient)
-    return sums
+    parts = zip(logits.split(at_once), labels.split(at_once), strict=True)
+    return torch.cat([_rows_loss_and_gradient(*part, z_loss, label_smoothing, gradient) for part in parts])
 
 
 def _rows_loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, smoothing: float, gradient: bool) -> Tensor:
@@ -179,4 +178,4 @@ def _rows_loss_and_gradient(logits: Tensor, labels: Tensor, z_loss: float, smoot
             grad -= smoothing / grad.shape[-1]
         grad.scatter_add_(-1, target, grad.new_full(target.shape, smoothing - 1.0))
         logits.copy_(grad.masked_fill_(~trained.unsqueeze(-1), 0.0))
-    return torch.stack([loss.sum(), nll.sum()])
+    return torch.stack([loss, nll], dim=1)

@@ -21,14 +21,23 @@ HOPELESS = 3.0
 QUICK = 0.05
 """Seconds of a first call that may be mostly what first calls do; it is made again."""
 FLOAT64_ELEMENTS = 1 << 22
+UNTRIED = "not measured: "
+"""How the reason of every candidate begins that was not tried for want of time."""
+OUT_OF_TIME = f"{UNTRIED}the time for choosing is over"
 COMPILE_SECONDS = {"cpu": 30.0, "cuda": 6.0}
 """Time that must be left before a candidate that compiles is tried; on a CPU only `headway bench kernels` has it."""
 
 
 def choose(case: Case, budget: float) -> Choice:
-    """Measures a case within about `budget` seconds and keeps the fastest candidate that is right."""
+    """Measures a case within about `budget` seconds and keeps the fastest candidate that is right.
+
+    What is under way when the time is over is finished, nothing else is begun; what was not compared stays out, so that
+    without any time the plain candidate is chosen. `Choice.results` names what was not tried.
+    """
     deadline = time.monotonic() + budget
     dtype = _dtype(case.inputs(1))
+    if budget <= 0:
+        return _plain(case, dtype)
     reference = _reference(case)
     results: dict[str, Result] = {}
     for candidate in sorted(case.candidates, key=lambda each: each.compiles):
@@ -39,13 +48,23 @@ def choose(case: Case, budget: float) -> Choice:
     for name, result in able.items():
         if name != plain and (result.seconds or 0.0) > HOPELESS * best:
             results[name] = replace(result, reason=f"{(result.seconds or 0.0) / best:.1f} times slower on a small case")
-    times = _time(case, [c for c in case.candidates if not results[c.name].reason], deadline)
+    able = {name: result for name, result in results.items() if not result.reason}
+    times = _time(case, {c: able[c.name].seconds or 0.0 for c in case.candidates if c.name in able}, deadline)
+    if times:
+        missed = [name for name in able if name not in times]
+        results |= {name: replace(results[name], reason=OUT_OF_TIME) for name in missed}
     chosen = min(times, key=lambda name: times[name]) if times else plain
     for name, seconds in times.items():
         slower = "" if name == chosen else f"{seconds / times[chosen]:.2f} times the chosen one's time"
         results[name] = replace(results[name], seconds=seconds, reason=slower)
     ordered = tuple(results[candidate.name] for candidate in case.candidates)
     return Choice(case.operation, case.shape, str(dtype).removeprefix("torch."), chosen, ordered)
+
+
+def _plain(case: Case, dtype: torch.dtype) -> Choice:
+    plain, *others = case.candidates
+    results = [Result(plain.name), *(Result(each.name, reason=each.cannot() or OUT_OF_TIME) for each in others)]
+    return Choice(case.operation, case.shape, str(dtype).removeprefix("torch."), plain.name, tuple(results))
 
 
 def compare(found: list[Tensor], expected: list[Tensor]) -> float:
@@ -126,10 +145,10 @@ def _check(
     if reason := candidate.cannot():
         return Result(candidate.name, reason=reason)
     if candidate.compiles and time.monotonic() + COMPILE_SECONDS[inputs_device(case.inputs(1))] > deadline:
-        return Result(candidate.name, reason="not measured: compiling it would pass the time for choosing")
+        return Result(candidate.name, reason=f"{UNTRIED}compiling it would pass the time for choosing")
     plain = candidate is case.candidates[0]
     if not plain and time.monotonic() > deadline:
-        return Result(candidate.name, reason="not measured: the time for choosing is over")
+        return Result(candidate.name, reason=OUT_OF_TIME)
     try:
         inputs = case.inputs(case.check_rows)
         if candidate.compiles:
@@ -152,23 +171,31 @@ def _check(
     return Result(candidate.name, error, gradient_error, seconds, wrong, reason)
 
 
-def _time(case: Case, candidates: list[Candidate], deadline: float) -> dict[str, float]:
-    """The least of up to ROUNDS times each, in turns, so that a busy moment of the machine hits all alike."""
+def _time(case: Case, candidates: dict[Candidate, float], deadline: float) -> dict[str, float]:
+    """The least of up to ROUNDS times each, in turns, so that a busy moment of the machine hits all alike.
+
+    candidates: with the seconds of their check, from which follows what a timing will take. Only turns that all of them
+    began count; of a first turn that the time does not allow whole, the first of the candidates are left.
+    """
     times: dict[str, float] = {}
     if len(candidates) < 2:
         return times
     inputs = case.inputs(case.rows)
-    for candidate in candidates:
-        if inputs_device(inputs) == "cuda":
-            values_and_gradients(candidate.run, inputs)  # the first call tunes and allocates
+    growth = case.rows / case.check_rows
     for turn in range(ROUNDS):
-        for candidate in candidates:
+        ahead = sum(candidates.values()) * growth if turn else 0.0
+        if turn and time.monotonic() + ahead > deadline:
+            break
+        for candidate, seconds in candidates.items():
+            if not turn and times and time.monotonic() + seconds * growth > deadline:
+                continue
+            if not turn and inputs_device(inputs) == "cuda":
+                values_and_gradients(candidate.run, inputs)  # the first call tunes and allocates
             started = _now(inputs)
             values_and_gradients(candidate.run, inputs)
-            seconds = _now(inputs) - started
-            times[candidate.name] = min(seconds, times.get(candidate.name, seconds))
-        if turn and time.monotonic() > deadline:
-            break
+            took = _now(inputs) - started
+            times[candidate.name] = min(took, times.get(candidate.name, took))
+        candidates = {candidate: times[candidate.name] / growth for candidate in candidates if candidate.name in times}
     return times
 
 

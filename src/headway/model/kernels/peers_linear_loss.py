@@ -57,8 +57,8 @@ def cut_linear_loss(
     """Cut cross-entropy (Wijmans et al., arXiv:2411.09009): no chunk of logits ever reaches memory."""
     function = importlib.import_module("cut_cross_entropy").linear_cross_entropy
     hidden, weight, bias = _one_type(hidden, weight, bias)
-    loss = function(hidden, weight, labels, bias=bias, ignore_index=IGNORE, reduction="sum")
-    return loss, loss.detach()
+    each = function(hidden, weight, labels, bias=bias, ignore_index=IGNORE, reduction="none")
+    return each.sum(), each.detach()
 
 
 def cut_cannot(z_loss: float, label_smoothing: float) -> str | None:

@@ -38,7 +38,7 @@ def triton_cannot() -> str | None:
 
 
 def triton_cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, smoothing: float, gradient: bool) -> Tensor:
-    """Sums of objective and nll over the rows, float32 [2]; with `gradient`, logits become their gradient.
+    """Objective and nll of every row, float32 [n, 2]; with `gradient`, logits become their gradient.
 
     logits [n, V], rows apart by any stride; labels int64 [n], IGNORE where nothing is trained (such rows may hold NaN).
     """
@@ -50,7 +50,7 @@ def triton_cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, smoothin
             logits, logits.stride(0), labels, each, z_loss, smoothing,
             VOCABULARY=vocabulary, IGNORE=IGNORE, GRADIENT=gradient, BLOCK=block, num_warps=_warps(block),
         )  # fmt: skip
-    return each.sum(0)
+    return each
 
 
 def triton_residual_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
