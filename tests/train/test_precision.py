@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +13,14 @@ from torch import nn
 
 from guard.guard_helpers import on_ranks
 from headway.account.errors import UserError
+from headway.config.load import load_run
+from headway.model.kernels.whole import _batch
 from headway.model.load import load_model
 from headway.model.precision import keep_wide, sensitive_modules, use_float8
+from headway.parallel.device import Device
 from headway.parallel.mesh import Layout, build_mesh
 from headway.parallel.wrap import wrap
+from headway.train import float8
 from headway.train.loss_scale import LossScale
 from headway.train.optim import clip_gradients
 from tiny import config, run_file
@@ -32,7 +39,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wide(path: Path) -> list[float]:
-    run(path, "name=wide", "train.precision=float32")
+    # On a CPU float8_auto refuses, which leaves float32.
+    run(path, "name=wide", "train.precision=float8_auto")
+    refused = json.loads((path.parent / "runs" / "wide" / "environment.json").read_text())["float8"]
+    assert not refused["on"] and "multiplies nothing in 8 bits" in refused["why"]
     return [line.nll or 0.0 for line in history(path, "wide").kept]
 
 
@@ -134,3 +144,48 @@ def test_float8_converts_the_layers_and_spares_the_sensitive_and_the_head() -> N
     assert kinds["model.layers.0.mlp.up_proj"] == "Float8Linear" and kinds["model.layers.0.mlp.down_proj"] == "Linear"
     with pytest.raises(UserError, match="finds no linear layer"):
         use_float8(load_model(config=config()), ["*"], emulate=True)
+
+
+@pytest.mark.parametrize(
+    ("bfloat16_s", "float8_s", "error", "on", "why"),
+    [
+        (1.10, 1.0, 0.03, True, "1.10 times as fast"),
+        (1.05, 1.0, 0.03, False, "1.05 times as fast where 1.10 are asked for; bfloat16 is kept"),
+        (2.0, 1.0, 0.7, False, "WARNING: a layer is wrong by 7.0e-01"),
+        (2.0, 1.0, math.nan, False, "WARNING"),
+    ],
+)
+def test_float8_must_be_clearly_faster_and_right(
+    bfloat16_s: float, float8_s: float, error: float, on: bool, why: str
+) -> None:
+    found = float8.judged(bfloat16_s, float8_s, error)
+    assert found.on is on and why in found.line()
+
+
+def test_float8_auto_measures_a_layer_changes_nothing_and_is_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(config=config(), seed=0, attention="headway")
+    settings = load_run(run_file(tmp_path), ["train.precision=float8_auto"]).config
+    environment = tmp_path / "environment.json"
+    device = Device("cpu", 0, "pretended card")
+    real = float8.least_seconds
+
+    def timed(block: torch.nn.Module, call: Any, turns: int) -> Any:
+        narrow = any(type(m).__name__ == "Float8Linear" for m in block.modules())
+        return (1.0 if narrow else 1.3), real(block, call, turns)[1]
+
+    def decide() -> float8.Float8:
+        return float8.decide_float8(settings, model, lambda: _batch(320), device, environment)
+
+    assert "multiplies nothing in 8 bits" in decide().line() and not decide().on
+    monkeypatch.setattr(float8, "cannot", lambda config, device: None)
+    monkeypatch.setattr(float8, "least_seconds", timed)
+    found = decide()
+    assert found.on and "1.30 times as fast" in found.why and found.error is not None and 0 < found.error < 0.2
+    assert not any(type(m).__name__ == "Float8Linear" for m in model.modules())
+    environment.write_text(json.dumps(float8.as_record(found, device.name)))
+    monkeypatch.setattr(float8, "cannot", lambda config, device: "another machine's mood")
+    assert decide().on and decide().why.startswith(float8.FIRST), "a resume keeps what the run began with"
+    environment.write_text(json.dumps(float8.as_record(found, "another card")))
+    assert not decide().on

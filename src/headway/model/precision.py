@@ -94,24 +94,31 @@ def use_float8(model: nn.Module, patterns: Sequence[str], *, emulate: bool = Fal
     Raises:
         UserError: torchao is not installed, or nothing is left to convert.
     """
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise UserError("train.precision: float8 needs torchao; `pip install headway[gpu]` or use bfloat16") from error
-    head = inner_model(model).get_output_embeddings()
-    chosen: list[str] = []
-
-    def wanted(module: nn.Module, name: str) -> bool:
-        fits = isinstance(module, nn.Linear) and not (module.in_features % 16 or module.out_features % 16)
-        if not fits or module is head or matches(name, ["lm_head", *patterns]):
-            return False
-        chosen.append(name)
-        return True
-
-    convert_to_float8_training(model, module_filter_fn=wanted, config=Float8LinearConfig(emulate=emulate))
+    chosen = linear_to_float8(model, patterns, inner_model(model).get_output_embeddings(), emulate=emulate)
     if not chosen:
         raise UserError(
             "train.precision: float8 finds no linear layer with sizes that are multiples of 16 beside train.sensitive; "
             "use bfloat16"
         )
+    return chosen
+
+
+def linear_to_float8(
+    module: nn.Module, patterns: Sequence[str], head: nn.Module | None = None, *, emulate: bool = False
+) -> list[str]:
+    """`use_float8` on any module; an empty list where nothing fits. Raises UserError without torchao."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise UserError("train.precision: float8 needs torchao; `pip install headway[gpu]` or use bfloat16") from error
+    chosen: list[str] = []
+
+    def wanted(part: nn.Module, name: str) -> bool:
+        fits = isinstance(part, nn.Linear) and not (part.in_features % 16 or part.out_features % 16)
+        if not fits or part is head or matches(name, ["lm_head", *patterns]):
+            return False
+        chosen.append(name)
+        return True
+
+    convert_to_float8_training(module, module_filter_fn=wanted, config=Float8LinearConfig(emulate=emulate))
     return chosen

@@ -63,6 +63,8 @@ def verify(
         UserError: the two do not train on the same documents, or one of them cannot be built.
     """
     refuse_other_documents(a, b)
+    if "float8_auto" in (a.train.precision, b.train.precision):
+        raise UserError("verify: train.precision float8_auto is decided by measuring; write float8 or bfloat16")
     prepare_sources(a, say)
     plan = documents_of(a, steps, held_out)
     _refuse_short_packs(b, plan)

@@ -9,6 +9,7 @@ from torch import nn
 
 from headway.account.errors import UserError
 from headway.config.run import RunConfig
+from headway.data.batch import Batch
 from headway.data.view import View
 from headway.data.vocabulary import check_vocabulary
 from headway.model.isolation import prove_isolation
@@ -20,6 +21,7 @@ from headway.record.folder import RunFolder
 from headway.train import fitting
 from headway.train.compiling import Decision, Length, compile_layers, decide
 from headway.train.data import Say
+from headway.train.float8 import Float8, decide_float8
 from headway.train.fusing import fuse, setting_of
 from headway.train.model import BuiltModel, build_model
 from headway.train.optim import Optimizers, build_optimizers
@@ -35,6 +37,7 @@ class Assembled:
     optimizers: Optimizers
     kernels: Chosen | None
     compiled: Decision
+    float8: Float8 | None = None
 
     @property
     def trained_head(self) -> bool:
@@ -57,9 +60,11 @@ def assemble(config: RunConfig, place: Place, view: View, steps: int, folder: Ru
     say(f"isolation: {proof.summary()}")
     kernels = fuse(config, model.module, view, place.device, place.compute_dtype, say)
     # Only now: float8 has one scale a tensor, so a document's largest value changes how its neighbours are rounded.
-    for line in _precision(config, model.module, place):
+    float8 = _float8(config, model, view, place, folder)
+    for line in _precision(config, model.module, place, float8):
         say(f"precision: {line}")
-    compiled = _compile(config, model, view, place, steps, folder, kernels)
+    in_float8 = config.train.precision == "float8" or (float8 is not None and float8.on)
+    compiled = _compile(config, model, view, place, steps, folder, kernels, exact=not in_float8)
     if config.train.compile == "auto":
         say(compiled.line())
     if compiled.on:
@@ -77,7 +82,7 @@ def assemble(config: RunConfig, place: Place, view: View, steps: int, folder: Ru
     optimizers = build_optimizers(model.module, config.optim, adamw)
     if place.device.type == "cuda" and not optimizers.skips_on_device:
         say(f"optimizer: {config.optim.name} cannot skip a step on the device; the host waits for it once a step")
-    return Assembled(model, replicas, optimizers, kernels, compiled)
+    return Assembled(model, replicas, optimizers, kernels, compiled, float8)
 
 
 def _compile(
@@ -88,6 +93,8 @@ def _compile(
     steps: int,
     folder: RunFolder,
     kernels: Chosen | None,
+    *,
+    exact: bool,
 ) -> Decision:
     """Whether the layers are compiled; where they are, nothing is fused between their products."""
     if config.train.compile != "auto":
@@ -105,7 +112,6 @@ def _compile(
     sequences = config.sequences_per_step(ranks) // ranks
     length = Length(steps, max(1, sequences if config.data.packed else sequences // config.data.rows))
     batch = fitting.typical_batch(config, model.shape.vocab, setting.lengths).to(place.device.torch)
-    exact = config.train.precision != "float8"
     decision = decide(
         model.module, batch, length, place.compute_dtype, folder.environment, place.device.name,
         exact=exact, plain=plain, fused=fused,
@@ -115,10 +121,22 @@ def _compile(
     return decision
 
 
-def _precision(config: RunConfig, module: nn.Module, place: Place) -> list[str]:
+def _float8(config: RunConfig, model: BuiltModel, view: View, place: Place, folder: RunFolder) -> Float8 | None:
+    """What `float8_auto` decides, None where the run file decides."""
+    if config.train.precision != "float8_auto":
+        return None
+    lengths = setting_of(config, view, place.device, place.compute_dtype).lengths
+
+    def batch() -> Batch:
+        return fitting.typical_batch(config, model.shape.vocab, lengths).to(place.device.torch)
+
+    return decide_float8(config, model.module, batch, place.device, folder.environment)
+
+
+def _precision(config: RunConfig, module: nn.Module, place: Place, float8: Float8 | None) -> list[str]:
     """Sets what runs wider or narrower than the compute dtype; says so."""
-    lines = []
-    if config.train.precision == "float8":
+    lines = [] if float8 is None else [float8.line()]
+    if config.train.precision == "float8" or (float8 is not None and float8.on):
         if config.model.lora is not None:
             raise UserError("train.precision: float8 trains whole weights; with model.lora use bfloat16")
         converted = use_float8(module, config.train.sensitive, emulate=place.device.type == "cpu")

@@ -46,6 +46,7 @@ from headway.train.compiling import as_record as decision_record
 from headway.train.data import Say, decoder, evaluation_view, make_stream, prepare_sources, total_steps, training_view
 from headway.train.evaluate import Evaluator
 from headway.train.export import export_live
+from headway.train.float8 import as_record as float8_record
 from headway.train.flop_counter import FlopCounter
 from headway.train.fusing import as_record
 from headway.train.hook import HookFactory, HookPlace
@@ -368,7 +369,7 @@ def _write_down(config: RunConfig, folder: RunFolder, place: Place, made: Assemb
         facts = {**collect_environment(), "peak": asdict(peak)}
         chosen = {} if made.kernels is None else {"kernels": as_record(made.kernels)}
         decided = decision_record(made.compiled, place.device.name) if config.train.compile == "auto" else {}
-        write_json(folder.environment, {**facts, **chosen, **decided})
+        write_json(folder.environment, {**facts, **chosen, **decided, **float8_record(made.float8, place.device.name)})
 
     control().on_main(write, UserError, (OSError,))
 

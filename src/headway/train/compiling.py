@@ -119,8 +119,8 @@ def _measure(
     times = len(blocks) * length.micro_batches * length.steps
     autocast = _autocast(device.type, dtype)
     with autocast():
-        call = _inputs_of(block, module, batch)
-        eager_s, eager = _least(block, call, TURNS)
+        call = inputs_of(block, module, batch)
+        eager_s, eager = least_seconds(block, call, TURNS)
         at_best = AT_BEST * eager_s * times
         if at_best < EXPECTED_S[device.type]:
             why = f"{length.steps} steps could win back {at_best:.0f} s at the very best, compiling takes longer"
@@ -129,8 +129,8 @@ def _measure(
         expected = _wide(block, call, dtype) if exact else eager
         block.compile()
         try:
-            compile_s, _ = _least(block, call, 1)
-            compiled_s, compiled = _least(block, call, TURNS)
+            compile_s, _ = least_seconds(block, call, 1)
+            compiled_s, compiled = least_seconds(block, call, TURNS)
         except Exception as failure:  # the compiler may fail in any way on code that it was not made for
             return Decision(False, f"compiling fails: {type(failure).__name__}", eager_s)
         finally:
@@ -164,7 +164,7 @@ class _Reached(Exception):
     """The layer was called: what it was called with is known, and the rest of the pass is not needed."""
 
 
-def _inputs_of(block: nn.Module, module: nn.Module, batch: Batch) -> Call:
+def inputs_of(block: nn.Module, module: nn.Module, batch: Batch) -> Call:
     """What the model calls the layer with on this batch."""
     seen: list[Call] = []
 
@@ -183,7 +183,7 @@ def _inputs_of(block: nn.Module, module: nn.Module, batch: Batch) -> Call:
     return _mapped(seen[0], lambda tensor: tensor.detach())
 
 
-def _least(block: nn.Module, call: Call, turns: int) -> tuple[float, list[Tensor]]:
+def least_seconds(block: nn.Module, call: Call, turns: int) -> tuple[float, list[Tensor]]:
     """Least seconds of a forward and backward of the layer, and its output and gradients."""
     best, values = float("inf"), []
     for _ in range(turns):

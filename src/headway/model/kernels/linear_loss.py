@@ -15,8 +15,8 @@ from headway.model.kernels.triton_kernels import triton_cross_entropy
 from headway.model.loss import loss_sum
 
 Rows = Callable[[Tensor, Tensor, float, float, bool], Tensor]
-"""(logits [n, V], labels [n], z_loss, smoothing, gradient) -> wide [n, 2]: objective and nll of every row, 0 where it is
-ignored; with `gradient`, the logits are overwritten with their gradient."""
+"""(logits [n, V], labels [n], z_loss, smoothing, gradient) -> wide [n, 2]: objective and nll of every row, 0 where it
+is ignored; with `gradient`, the logits are overwritten with their gradient."""
 
 CHUNK_ELEMENTS = 1 << 28
 CHUNK_ELEMENTS_CPU = 1 << 24
@@ -44,8 +44,9 @@ def chunked_linear_loss(
 
     hidden [n, H], weight [V, H], bias [V] or None, labels int64 [n] with IGNORE where nothing is trained. Products run
     in autocast's type, else in hidden's; softmax, sums over tokens and over chunks are float32 (float64 for float64).
-    Returns (loss [], nll [n]): the sum over trained tokens, and every row's own cross entropy without a gradient. Nothing is computed that needs
-    no gradient (a frozen head, evaluation). The idea is Liger's (Hsu et al., arXiv:2410.10989, section 3.2).
+    Returns (loss [], nll [n]): the sum over trained tokens, and every row's own cross entropy without a gradient.
+    Nothing is computed that needs no gradient (a frozen head, evaluation). The idea is Liger's (Hsu et al.,
+    arXiv:2410.10989, section 3.2).
     """
     chunk = CHUNK_ELEMENTS_CPU if hidden.device.type == "cpu" else CHUNK_ELEMENTS
     return _by_chunks(hidden, weight, bias, labels, z_loss, label_smoothing, _loss_and_gradient, chunk)
