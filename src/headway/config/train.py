@@ -70,9 +70,9 @@ class TrainConfig(Section):
     )
     precision: Literal["auto", "float32", "bfloat16", "float16", "float8", "float8_auto"] = Field(
         default="auto",
-        description="Type that matrix products run in; `auto` is bfloat16 on CUDA and float32 on CPU, where each is the "
-        "fastest. `float16` scales the loss, `float8` is torchao's for the layers' linear parts, `float8_auto` takes it "
-        "where a measured layer is 1.1 times as fast.",
+        description="Type that matrix products run in; `auto` is bfloat16 on CUDA and float32 on CPU, where each is "
+        "the fastest. `float16` scales the loss, `float8` is torchao's for the layers' linear parts, `float8_auto` "
+        "takes it where a measured layer is 1.1 times as fast.",
         json_schema_extra=marks(identity=True),
     )
     sensitive: list[str] = Field(
