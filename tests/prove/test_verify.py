@@ -50,10 +50,11 @@ class Leaking(Trainee):
     """Attention crosses documents: the table of documents says that a pack is one."""
 
     def batches(self, *arguments: Any) -> list[Batch]:
-        ends = [0, self.config.data.slots]
-        table = torch.tensor(ends, dtype=torch.int32)
         return [
-            dataclasses.replace(batch, cu_seqlens=table, max_seqlen=ends[1]) for batch in super().batches(*arguments)
+            dataclasses.replace(
+                batch, cu_seqlens=torch.tensor([0, batch.slots], dtype=torch.int32), max_seqlen=batch.slots
+            )
+            for batch in super().batches(*arguments)
         ]
 
 
