@@ -62,4 +62,10 @@ def test_a_launch_bound_claim_holds_its_recording_already(tmp_path: Path) -> Non
 def test_cold_caches_cost_little_after_little_and_never_more_than_a_part_of_the_rest(
     pause: int, wall: int, most: int
 ) -> None:
-    assert cold.after(pause, wall) == most
+    assert cold.after_work(pause, wall) == most
+
+
+def test_a_wait_costs_at_most_a_switch_and_never_more_than_itself() -> None:
+    assert cold.after_waits(2, 50_000_000, 10**9) == 3_000_000
+    assert cold.after_waits(2, 1_000_000, 10**9) == 1_000_000
+    assert cold.after_waits(100, 900_000_000, 10**9) == 25_000_000

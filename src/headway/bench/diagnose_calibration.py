@@ -93,7 +93,8 @@ def calibrate_one(cause: Cause, rounds: int) -> Calibrated:
         gains, times = [], []
         for number in range(rounds):
             profiles.append(_quietest(cause, bad))
-            order = (bad, good, good, bad) if number % 2 else (good, bad, bad, good)
+            turns = (bad, good, good, bad) if number % 2 else (good, bad, bad, good)
+            order = turns * 2 if cause.steady else turns  # where a step's noise is all there is
             blocks = [(loop, _block(loop, cause)) for loop in order]
             slow = _mean([taken for loop, taken in blocks if loop is bad])
             fast = _mean([taken for loop, taken in blocks if loop is good])

@@ -14,6 +14,7 @@ from headway.diagnose.view import ms
 NOTABLE = 0.02
 _JITTER = 3.0
 _HANDED_OVER, _SAME_CORES = 0.95, 0.5
+_SWITCHED_NS = 1_000_000  # a wait in which another process surely gets the core
 
 
 def find(case: Case) -> Iterator[Finding]:
@@ -44,6 +45,7 @@ def data_finding(
     jitter = len(waits) >= 4 and worst > _JITTER * max(typical, 1e5) and typical < 0.5 * np.mean(waits)
     hidden = sum(min(wait, max(0, wall - wait)) for wait, wall in zip(waits, walls, strict=True))
     total = max(1, sum(waits))
+    long = sum(wait >= _SWITCHED_NS for wait in waits)
     evidence = (
         seen,
         f"{ms(typical)} a step at the median, {ms(worst)} at most, over {len(waits)} steps",
@@ -51,7 +53,7 @@ def data_finding(
     return Finding(
         name="data-jitter" if jitter else "data-starvation",
         title="loading is uneven: some batches come late" if jitter else "the step waits for data",
-        claims={claim: waited} | ({} if on_gpu else {"caches": cold.after(waited, wall_ns)}),
+        claims={claim: waited} | ({} if on_gpu else {"caches": cold.after_waits(long, waited, wall_ns)}),
         lower_ns=min(waited, int((_HANDED_OVER if on_gpu else _SAME_CORES) * waited * hidden / total)),
         wall_ns=wall_ns,
         evidence=evidence,

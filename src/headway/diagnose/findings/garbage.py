@@ -34,7 +34,7 @@ def gc_finding(cost: int, wall_ns: int, seen: str) -> Finding:
     return Finding(
         name="garbage-collection",
         title="Python's garbage collector stops the loop",
-        claims={"host.gc": min(wall_ns, cost + cold.after(cost, wall_ns))},
+        claims={"host.gc": min(wall_ns, cost + cold.after_work(cost, wall_ns))},
         lower_ns=int(cost * 0.9),
         wall_ns=wall_ns,
         evidence=(seen,),

@@ -37,7 +37,7 @@ def find(case: Case) -> Iterator[Finding]:
               for row in steps)  # fmt: skip
     at_most, recorded = spent, None
     if not view.on_gpu:
-        at_most += cold.after(spent, view.wall_ns)
+        at_most += cold.after_work(spent, view.wall_ns)
         recorded = recording.outside(view, view.host_intervals(rows))
     where = f"{hit} of {len(steps)} steps" if steps else ""
     yield recompile_finding(spent, number, view.wall_ns, where, at_most, recorded)

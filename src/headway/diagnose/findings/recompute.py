@@ -13,9 +13,9 @@ NOTABLE, FREE = 0.03, 0.25
 
 
 def find(case: Case) -> Iterator[Finding]:
-    """Upper bound: the forward work inside backward; on a CPU as much Python again in forward as it has between its
-    operators, since every saved tensor passes a hook there too. Surely won: the share of layers whose activations the
-    free memory holds (half of it, to leave room)."""
+    """Upper bound: the forward work inside backward; on a CPU as much Python again in forward, and again in backward,
+    as it has between its operators: every saved tensor passes a hook when forward packs it and when backward unpacks
+    it too. Surely won: the share of layers whose activations the free memory holds (half of it, to leave room)."""
     if case.memory_free is None or case.memory_free < FREE:
         return
     view = case.view
@@ -24,7 +24,8 @@ def find(case: Case) -> Iterator[Finding]:
         return
     claims = {"recompute": spent}
     if not view.on_gpu:
-        claims["idle.host"] = min(view.gap_time(view.gaps("host")), _between_operators(view))
+        hooks = _between_operators(view)
+        claims |= {"idle.host": min(view.gap_time(view.gaps("host")), hooks), "unpacking": hooks}
     yield recompute_finding(spent, view.wall_ns, case.memory_free, case.memory_text, claims)
 
 

@@ -55,7 +55,7 @@ def unstable(
     claims = {path: int(excess * ns / whole) for path, ns in mine} or {"unaccounted": excess}
     lower = sum(claims.values()) // 2
     if not on_gpu:
-        claims["caches"] = cold.after(sum(claims.values()), wall_ns)
+        claims["caches"] = cold.after_waits(len(slow), sum(claims.values()), wall_ns)
     yield Finding(
         name="unstable-steps",
         title="the step time varies",
