@@ -18,6 +18,7 @@ from headway.account.errors import UserError
 from headway.account.events import Incident, Quarantined
 from headway.bench.faults.poison import TooHighARate, garbage, longest_of, rewrite
 from headway.record.jsonl import read_jsonl
+from headway.train.loop import train
 from headway.train.run import Run
 
 pytestmark = pytest.mark.timeout(600)
@@ -68,10 +69,15 @@ def test_after_going_back_and_setting_aside_the_run_is_its_twin(path: Path) -> N
         poison(run)
         once(AT, scale_weights)(run)
 
-    found = ran(path, "name=both", SHORT, "checkpoint.memory_every=6", plant=plant)
+    run = build(path, "name=both", SHORT, "checkpoint.memory_every=6")
+    plant(run)
+    train(run)
+    found = result(run)
     (incident,) = found.incidents
     assert incident.step == AT and "went back to step 36, set aside 1 of" in incident.action
     assert incident.steps_lost == AT - 36, "one memory interval at most"
+    lost = run.run_clock.parts()
+    assert min(lost[part] for part in ("rework", "downtime.detect", "downtime.reload")) > 0, "all is in the account"
     aside = read_jsonl(found.folder.quarantine, Quarantined).items
     assert [document.document for document in aside] == culprit
     twin = found.folder.root.with_name("both-twin")
@@ -108,8 +114,6 @@ def test_weights_that_came_back_wrong_make_no_update(path: Path, clean: Ran) -> 
 def test_a_spike_that_keeps_coming_back_escalates_and_stops(path: Path) -> None:
     run = build(path, "name=row24-again", "train.steps=54", "checkpoint.memory_every=6")
     run.schedule = TooHighARate(run.schedule, range(45, 48), 9)  # type: ignore[assignment]
-    from headway.train.loop import train
-
     with pytest.raises(UserError, match="not the data's fault"):
         train(run)
     actions = [incident.action for incident in result(run).incidents]

@@ -40,6 +40,7 @@ class Receiver(HTTPServer):
         self.got: list[dict[str, Any]] = []
         self.answers: list[int] = []
         self.delay = 0.0
+        self.says: list[bytes] = []
 
     @property
     def address(self) -> str:
@@ -57,6 +58,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.got.append(json.loads(body))
         self.send_response(code)
         self.end_headers()
+        self.wfile.write(self.server.says.pop(0) if self.server.says else b"ok")
 
     def log_message(self, *_: object) -> None: ...
 
@@ -139,6 +141,15 @@ def test_a_receiver_that_is_down_is_tried_again(receiver: Receiver, monkeypatch:
     why = send_alert.send({"webhook": receiver.address, "command": None, "payload": {}})
     assert why is not None and "503" in why and "secret" not in why
     assert send_alert.send({"webhook": None, "command": ["no-such-program"], "payload": {}}) is not None
+
+
+def test_dingtalk_refuses_with_status_200(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send_alert, "PAUSES_S", (0.0, 0.0))
+    order = {"webhook": receiver.address, "command": None, "payload": {}}
+    receiver.says = [b'{"errcode": 310000, "errmsg": "keywords not in content"}'] * 2
+    assert "310000 keywords not in content" in str(send_alert.send(order))
+    receiver.says = [b'{"errcode": 130101, "errmsg": "send too fast"}', b'{"errcode": 0, "errmsg": "ok"}']
+    assert send_alert.send(order) is None
 
 
 def test_an_alert_needs_one_way_out() -> None:

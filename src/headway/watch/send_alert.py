@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -36,7 +37,12 @@ def _post(address: str, payload: dict[str, Any]) -> None:
     body = json.dumps(payload).encode()
     request = urllib.request.Request(address, body, {"Content-Type": "application/json"}, method="POST")
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
-        answer.read(1000)
+        said = answer.read(1000)
+    # DingTalk refuses with status 200: a keyword that is missing, too many messages a minute.
+    with contextlib.suppress(ValueError):
+        refusal = json.loads(said)
+        if isinstance(refusal, dict) and refusal.get("errcode"):
+            raise ConnectionError(f"refused: {refusal['errcode']} {refusal.get('errmsg', '')}")
 
 
 if __name__ == "__main__":
