@@ -30,6 +30,40 @@ def row_07(case: Case) -> None:
         case.expect((incident.rank, incident.step) == (victim, step), f"rank {victim} and step {step} are named, not "
                     f"{incident.rank}, {incident.step}")  # fmt: skip
         case.from_incident(incident)
+    _two_change_places(case, overrides)
+
+
+def _two_change_places(case: Case, overrides: tuple[str, ...]) -> None:
+    """One rank makes the step's last collective before all others: as many as the other rank, in another order."""
+    step, victim = case.dice.randint(5, 11), case.dice.randrange(2)
+
+    def fault(at: Strike) -> None:
+        if (at.rank, at.step) == (victim, step) and at.once("reordered"):
+            _make_the_last_one_first(at.run.learner.replicas.module)
+
+    run = train_small(case, "reordered", fault, *overrides, hang_least_s=3.0)
+    case.expect(run.code == 0, f"exit code 0, not {run.code}")
+    found = [(item.fault, item.step) for item in run.incidents]
+    case.expect(len(found) == 1 and found[0][1] == step, f"one incident, in that step: {found}")
+    case.expect(found[:1] != [] and found[0][0] in ("rank failed", "hang", "collective mismatch"), f"told as: {found}")
+    case.expect(
+        run.losses() == twin(case, *overrides).losses(), "nothing of the step is committed: losses as the twin's"
+    )
+
+
+def _make_the_last_one_first(module: torch.nn.Module) -> None:
+    real: Any = dist.all_gather_into_tensor
+
+    def early(*_: Any) -> None:
+        hook.remove()
+        real(torch.zeros(16), torch.zeros(8))
+
+        def already_made(*args: Any, **keywords: Any) -> Any:
+            dist.all_gather_into_tensor = real
+
+        dist.all_gather_into_tensor = already_made
+
+    hook = module.register_forward_pre_hook(early)
 
 
 def _leave_one_out() -> None:
