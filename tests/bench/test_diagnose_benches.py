@@ -34,9 +34,9 @@ def test_readers_are_compared_round_by_round() -> None:
 def test_a_cause_is_found_and_measured() -> None:
     """Whether the figures agree is the bench's business; here all of it runs once on a real loop."""
     cause = next(cause for cause in CAUSES if cause.finding == "optimizer-not-fused")
-    found = calibrate_one(cause, rounds=1)
+    found = calibrate_one(cause, rounds=2)
     assert found.predicted is not None and 0 < found.predicted[0] <= found.predicted[1] <= 1
-    assert len(found.measured) == 1 and found.step_ms > 0
+    assert len(found.measured) == 2 and found.step_ms > 0
     assert "optimizer-not-fused" in line(found) and found.record()["holds"] == found.holds
 
 

@@ -21,6 +21,11 @@ from train.running import run
 def of_run(folder: Path, **sections: dict[str, object]) -> Diagnosis:
     common = {"train": {"steps": 10, "global_batch_sequences": 2}, "checkpoint": {"at_end": False}}
     run(run_file(folder, **{**common, **sections}))
+    traces = list((folder / "runs" / "tiny").glob("traces/step-*"))
+    until = time.monotonic() + 120
+    # On a busy machine the background may outlive the run.
+    while not all((trace / "diagnosis.json").exists() for trace in traces) and time.monotonic() < until:
+        time.sleep(0.1)
     return open_diagnosis([folder / "runs" / "tiny"], Options(), Said())
 
 
@@ -61,7 +66,7 @@ def test_causes_planted_in_runs_are_found_in_their_folders(tmp_path: Path, monke
 
     def unevenly(self: Run, fed: object) -> None:
         if self.step == 6:
-            time.sleep(1.5)
+            time.sleep(2.5)
         learn(self, fed)  # type: ignore[arg-type]
 
     with monkeypatch.context() as planted:
@@ -72,4 +77,4 @@ def test_causes_planted_in_runs_are_found_in_their_folders(tmp_path: Path, monke
     uneven = found(stopped, "unstable-steps")
     assert uneven is not None and "step 7" in uneven.evidence[0] and uneven.symptom == "unstable step time"
     waited = found(stopped, "data-starvation")
-    assert waited is None or waited.upper_ns < starved.upper_ns / 4
+    assert waited is None or waited.upper_ns < starved.upper_ns / 2
