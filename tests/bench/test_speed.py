@@ -20,9 +20,10 @@ from headway.data.view import View
 from headway.train.data import prepare_sources, training_view
 
 
-@pytest.fixture
-def run_file(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model on disk: every contestant must start from the same weights."""
+    tmp_path = tmp_path_factory.mktemp("speed")
     made = tiny.run_file(tmp_path)
     from headway.model.load import load_model
 
@@ -37,7 +38,7 @@ def run_file(tmp_path: Path) -> Path:
     return made
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def view(run_file: Path) -> View:
     config = load_run(run_file).config
     prepare_sources(config, lambda text: None)
