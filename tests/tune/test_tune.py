@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,6 +19,7 @@ from headway.config.load import load_run
 from headway.config.run import RunConfig
 from headway.prove.verify import verify
 from headway.train.data import prepare_sources
+from headway.train.step import Learner
 from headway.tune.precision import LayerError, measure_layers, precision_lines, proposed
 from headway.tune.profile import Profile, decided, profile
 from headway.tune.registry import DATA, ranked
@@ -197,8 +200,18 @@ def test_the_written_file_is_the_users_text_with_comments(tmp_path: Path) -> Non
     assert all(f"# tuned: {comment}" in text for _, _, comment in changes)
 
 
-def test_a_profile_of_the_real_thing_and_its_proof(run_file: Path, tmp_path: Path) -> None:
+def test_a_profile_of_the_real_thing_and_its_proof(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = naive(run_file)
+    handlers = []
+    learn = Learner.learn
+
+    def learning(self: Learner, *arguments: Any) -> Any:
+        handlers.append(tuple(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)))
+        return learn(self, *arguments)
+
+    monkeypatch.setattr(Learner, "learn", learning)
     seen = profile(config, tmp_path / "a", steps=2)
     assert 0.1 < seen.padding < 0.9 and seen.flops.recompute > 0 and seen.account.share("compute") > 0.3
     packed = changed(config, dict(ranked(config, seen)[0].change))
@@ -206,6 +219,8 @@ def test_a_profile_of_the_real_thing_and_its_proof(run_file: Path, tmp_path: Pat
     assert after.padding < seen.padding
     assert 0.5 < (after.tokens / 2) / (seen.tokens / 2) < 2  # about the same documents a step
     assert verify(config, packed, tmp_path / "v", steps=2, held_out=1, say=lambda text: None).verdict.same
+    usual = tuple(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))
+    assert len(handlers) == 3 + 3 + 3 * 2 and set(handlers) == {usual}, "Ctrl-C ends the command, not the next save"
 
 
 def test_precision_names_the_module_that_errs(run_file: Path, tmp_path: Path) -> None:

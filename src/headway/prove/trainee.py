@@ -39,6 +39,7 @@ class Trainee:
         self.config, self.reorder = config, reorder
         self.run: Run = build_run(prepared(config, scratch), None, RunClock(), observers=list, say=lambda text: None)
         self.run.supply.close()  # its batches are not wanted
+        self.run.stop.close()  # nothing here looks at it: a signal ends the command, as before
         if noise:
             self._shake(noise)
         for module in self.module.modules():

@@ -73,6 +73,7 @@ def profile(
     """
     lines = StepLines()
     run = build_run(prepared(config, scratch), None, RunClock(), observers=lambda: [lines], say=lambda text: None)
+    run.stop.close()  # nothing here looks at it: a signal ends the command, as before
     try:
         run.start()
         tokens, began = 0, 0.0
