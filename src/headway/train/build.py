@@ -144,6 +144,8 @@ def _build(
     for note in state.notes:
         say(note)
     stream = _shaped(stream, place, made)
+    if stream.options.trim:
+        say("data: packs end with their last document: empty slots are not computed")
     evaluator = _evaluator(config, view, place, made, say)
     peak = peak_of(config, place)
     session = resuming.next_session(folder)
