@@ -244,6 +244,7 @@ def _preset_config(config: RunConfig, preset: str, settings: dict[str, Any], scr
         "eval.data": None,
         "eval.holdout": 0,
         "checkpoint.every": None,
+        "checkpoint.memory_every": None,
         "checkpoint.at_end": False,
         "parallel.ranks": 1,
     }
