@@ -29,9 +29,10 @@ def main() -> None:
             return f"{100 * sum(line.account.get(path, 0) for line in lines for path in paths) / wall:.1f}%"
 
         tokens, slots = sum(line.tokens for line in lines), sum(line.slots for line in lines)
-        mfu = statistics.mean(line.mfu or 0.0 for line in lines)
+        known = [line.mfu for line in lines if line.mfu is not None]
+        mfu = f"{statistics.mean(known):.1%}" if known else "-"  # no peak of this device is known
         print(
-            f"{folder.name:<18}{tokens / wall * 1e9:>10.0f}{tokens / slots:>11.1%}{mfu:>7.1%}"
+            f"{folder.name:<18}{tokens / wall * 1e9:>10.0f}{tokens / slots:>11.1%}{mfu:>7}"
             f"{wall / len(lines) / 1e6:>9.0f}{share('compute.forward', 'compute.backward'):>9}"
             f"{share('compute.loss'):>7}{share('compute.optimizer'):>7}{share('data'):>7}"
             f"{max(line.memory_bytes for line in lines) / 2**30:>7.1f}"
