@@ -64,10 +64,13 @@ def sweep_abandoned(now: float | None = None) -> list[str]:
     gone = []
     for root in base.glob(f"headway-{os.getuid()}-*"):
         with contextlib.suppress(OSError, ValueError, KeyError), (root / _OWNER).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: somebody lives
             run = json.load(file)
-            idle_s = (time.time() if now is None else now) - (root / _OWNER).stat().st_mtime
+            # The folder changes with every save, its owner's file only at a start.
+            touched = max(root.stat().st_mtime, (root / _OWNER).stat().st_mtime)
+            idle_s = (time.time() if now is None else now) - touched
             if idle_s > _ABANDONED_S or not _is_run(Path(run["run_folder"]), run["run_id"]):
+                # Only now: a run that starts must never find its lock taken by somebody who only looks.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: somebody lives
                 shutil.rmtree(root, ignore_errors=True)
                 gone.append(root.name)
     return gone

@@ -18,7 +18,7 @@ from headway.guard.checkpoint import CheckpointStore
 from headway.guard.control import Control
 from headway.guard.keeper import Keeper
 from headway.guard.layout import CheckpointFailed
-from headway.guard.memory import NODE, Owner, memory_root
+from headway.guard.memory import NODE, Owner, memory_root, sweep_abandoned
 from headway.guard.parts import WHOLE, Memory, assemble
 from headway.guard.peers import PEERS, Peer
 
@@ -123,6 +123,7 @@ class NodeMemory:
             if self.node.main:
                 self._owner = Owner(root, run_folder, self._run_id)
                 upkeep.sweep(root, self._run_id)
+                sweep_abandoned()
 
         try:
             self._control.on_all(own, CheckpointFailed, (OSError, CheckpointFailed))
