@@ -12,7 +12,7 @@ import pytest
 from headway.account.errors import UserError
 from headway.cli.main import main
 from headway.plan.answer import Question, answer
-from headway.plan.cluster import cluster_from, find_device, load_cluster
+from headway.plan.cluster import Cluster, cluster_from, find_device, load_cluster
 from headway.plan.explain import loses
 from headway.plan.layout import Layout, problems
 from headway.plan.predict import predict
@@ -35,24 +35,66 @@ def test_found_plans_run_fit_and_are_in_order() -> None:
         assert one.memory.needed <= HEADROOM * one.memory.capacity
 
 
-def test_the_best_plan_is_that_of_a_slow_exhaustive_loop() -> None:
-    cluster, work = load_cluster("H100x8"), job()
-    best = None
-    for tp, pp, micro, recompute, vpp, zero, cp in itertools.product(
-        (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), ("none", "selective", "full"), (1, 2, 4, 5, 8, 10), (1, 3), (1, 2)
-    ):
-        if 8 % (tp * pp * cp):
+def slowest_way(work: Workload, cluster: Cluster, ways: dict[str, tuple[object, ...]]) -> float:
+    """The step of the best plan by pricing all of them; every number of chunks that `problems` lets pass."""
+    best = float("inf")
+    layers, batch = len(work.shape.layers), work.global_batch
+    for values in itertools.product(*ways.values(), range(1, layers + 1)):
+        layout = Layout(**dict(zip([*ways, "vpp"], values, strict=True)))
+        if cluster.gpus % (layout.tp * layout.pp * layout.cp):
             continue
-        dp = 8 // (tp * pp * cp)
-        layout = Layout(dp, tp, pp, cp, 1, vpp, micro, zero, recompute=recompute, overlap_tp=tp > 1)
-        if problems(layout, work.shape, cluster, 4096, 64) or (vpp > 1 and (pp == 1 or 32 // pp % vpp)):
+        layout = replace(layout, dp=cluster.gpus // (layout.tp * layout.pp * layout.cp), overlap_tp=layout.tp > 1)
+        if problems(layout, work.shape, cluster, work.seq, batch):
             continue
-        if (vpp > 1 and layout.micro_batches(64) % pp) or (zero == 3 and (pp > 1 or dp * cp == 1)):
+        if (layout.vpp > 1 and layout.micro_batches(batch) % layout.pp) or (
+            layout.zero == 3 and (layout.pp > 1 or layout.replicas == 1)
+        ):
             continue
         one = predict(work, layout, cluster)
-        if one.memory.needed <= HEADROOM * one.memory.capacity and (best is None or one.step_s < best):
-            best = one.step_s
-    assert search(work, cluster).plans[0].step_s == pytest.approx(best)
+        if one.memory.needed <= HEADROOM * one.memory.capacity:
+            best = min(best, one.step_s)
+    return best
+
+
+def test_the_best_plan_is_that_of_a_slow_exhaustive_loop() -> None:
+    cluster, work = load_cluster("H100x8"), job()
+    ways = {"tp": (1, 2, 4, 8), "pp": (1, 2, 4, 8), "micro_batch": (1, 2, 3, 4, 6, 8, 12, 16), "zero": (1, 3)}
+    ways |= {"recompute": ("none", "selective", "full"), "cp": (1, 2)}
+    assert search(work, cluster).plans[0].step_s == pytest.approx(slowest_way(work, cluster, ways))
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "batch", "seq", "fixed", "chunks"),
+    [
+        ("llama3.1-405b", "H100x16384", 2048, 8192, {"tp": 8, "cp": 1, "micro_batch": 1}, 8),
+        ("llama3-70b", "H100x960", 1920, 8192, {"tp": 4, "cp": 1, "pp": 12, "micro_batch": 1}, 6),  # 80 layers
+        ("llama3-70b", "H100x448", 896, 4096, {"tp": 4, "cp": 1, "pp": 14, "micro_batch": 2}, 5),
+    ],
+)
+def test_interleave_is_searched_where_layers_do_not_divide_evenly(
+    model: str, cluster: str, batch: int, seq: int, fixed: dict, chunks: int
+) -> None:
+    work, machines = job(model, batch, seq), load_cluster(cluster)
+    found = search(work, machines, fixed).plans[0]
+    assert found.layout.vpp == chunks and len(work.shape.layers) % (found.layout.pp * chunks)
+    ways = {key: (value,) for key, value in fixed.items()} | {"recompute": ("none", "selective", "full")}
+    ways |= {} if "pp" in fixed else {"pp": (4, 8, 16, 32)}
+    assert found.step_s == pytest.approx(slowest_way(work, machines, ways))
+
+
+def test_chunks_grow_until_they_fit() -> None:
+    """Two chunks a stage hold most: where the best number does not fit, the next ones are tried."""
+    work, machines = job("llama3-70b", 256, 8192), load_cluster("H100x64")
+    fixed = {"tp": 4, "pp": 8, "cp": 1, "micro_batch": 1, "recompute": "none"}
+    needed = {
+        v: predict(work, Layout(dp=2, overlap_tp=True, **fixed, vpp=v), machines).memory.needed for v in (2, 5, 10)
+    }
+    assert needed[2] > needed[5] > needed[10]
+    capacity = (needed[5] + needed[10]) / 2 / HEADROOM / 0.99
+    tight = replace(machines, device=replace(machines.device, memory=capacity))
+    found = search(work, tight, fixed).plans[0].layout.vpp
+    ways = {key: (value,) for key, value in fixed.items()}
+    assert search(work, tight, fixed).plans[0].step_s == pytest.approx(slowest_way(work, tight, ways)) and found != 2
 
 
 def test_tensor_parallel_stays_in_the_fast_domain_and_says_so() -> None:

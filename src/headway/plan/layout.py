@@ -113,6 +113,13 @@ class Layout:
         return asdict(self)
 
 
+def most_chunks(layers: int, pp: int) -> int:
+    """Most chunks of a pipeline stage: each holds a layer, or the embedding or the head (Llama 3 405B: 126 layers on 16
+    stages of 8 chunks). They need not be even: the layers that are over lie in the same turn of different stages, so
+    that no stage works on more than ceil(layers / pp) of them."""
+    return max(1, min(-(-layers // pp), (layers + 2) // pp)) if pp > 1 else 1
+
+
 def problems(layout: Layout, shape: ModelShape, cluster: Cluster, seq: int, global_batch: int) -> list[str]:
     """Why this plan cannot run, each naming the key and valid values; empty when it can."""
     found = []
@@ -123,8 +130,10 @@ def problems(layout: Layout, shape: ModelShape, cluster: Cluster, seq: int, glob
         found.append(f"dp·tp·pp·cp = {layout.gpus} but the cluster has {cluster.gpus} GPUs")
     if heads % layout.tp:
         found.append(f"tp={layout.tp} does not divide {heads} heads; nearest: {_divisors(heads, layout.tp)}")
-    if layout.pp * layout.vpp > layers + 2:
-        found.append(f"pp={layout.pp} × vpp={layout.vpp} is more than {layers} layers; nearest: pp={layers}")
+    if layout.pp > layers + 2:
+        found.append(f"pp={layout.pp} is more than {layers} layers; nearest: pp={layers}")
+    elif layout.vpp > (most := most_chunks(layers, layout.pp)):
+        found.append(f"pp={layout.pp} × vpp={layout.vpp} is more than {layers} layers; nearest: vpp={most}")
     if layout.ep > 1 and not experts:
         found.append(f"ep={layout.ep} needs a mixture of experts, and this model is none; nearest: 1")
     elif layout.ep > 1 and experts % layout.ep:

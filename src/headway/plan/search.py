@@ -9,17 +9,17 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headway.account.errors import UserError
 from headway.plan.cluster import Cluster
 from headway.plan.constants import Constants, default_constants
-from headway.plan.layout import RECOMPUTES, Layout, problems
+from headway.plan.layout import RECOMPUTES, Layout, most_chunks, problems
 from headway.plan.memory import Memory, memory
 from headway.plan.predict import Prediction, predict
-from headway.plan.profile import profile
-from headway.plan.step import step_terms
+from headway.plan.profile import Profile, profile
+from headway.plan.step import sends_per_chunk, step_terms
 from headway.plan.workload import Workload
 
 Objective = Literal["time", "cost", "memory"]
@@ -64,30 +64,69 @@ def search(
     given = dict(fixed or {})
     _check_given(work, cluster, given)
     c = constants or default_constants()
-    model = profile(work.shape)
-    removed: Counter[str] = Counter()
-    fitting: list[tuple[float, float, Layout]] = []
-    smallest: tuple[float, Layout, Memory] | None = None
-    fastest = math.inf
-    for layout in _candidates(work, cluster, given, removed):
-        held = memory(model, work, layout, cluster)
-        if held.needed > HEADROOM * held.capacity:
-            removed["does not fit in memory"] += 1
-            if smallest is None or held.needed < smallest[0]:
-                smallest = (held.needed, layout, held)
-            if not unbound:
-                continue
-        terms, _ = step_terms(model, work, layout, cluster, c)
-        seconds = sum(terms.values())
-        fastest = min(fastest, seconds)
-        if held.needed <= HEADROOM * held.capacity:
-            fitting.append((seconds, held.needed, layout))
+    prices = _Prices(profile(work.shape), work, cluster, c, unbound)
+    for layout in _candidates(work, cluster, given, prices.removed):
+        bubble = prices.add(layout)
+        if "vpp" not in given and bubble:
+            prices.interleave(layout, bubble)
+    fitting = prices.fitting
     if not fitting:
-        raise _why_nothing(removed, smallest)
+        raise _why_nothing(prices.removed, prices.smallest)
     order = 1 if objective == "memory" else 0
     fitting.sort(key=lambda item: (item[order], item[1 - order]))
     plans = tuple(predict(work, layout, cluster, c, factor) for _, _, layout in _distinct(fitting)[:top])
-    return Found(plans, len(fitting), dict(removed), fastest * factor if unbound else None)
+    return Found(plans, len(fitting), dict(prices.removed), prices.fastest * factor if unbound else None)
+
+
+@dataclass
+class _Prices:
+    """Step time and memory of layouts as they come; `unbound` also prices the step of what does not fit."""
+
+    model: Profile
+    work: Workload
+    cluster: Cluster
+    c: Constants
+    unbound: bool
+    fitting: list[tuple[float, float, Layout]] = field(default_factory=list)
+    removed: Counter[str] = field(default_factory=Counter)
+    smallest: tuple[float, Layout, Memory] | None = None
+    fastest: float = math.inf
+
+    def add(self, layout: Layout) -> float | None:
+        """Prices one layout: seconds of its bubble, None where it does not fit (and `unbound` does not ask)."""
+        held = memory(self.model, self.work, layout, self.cluster)
+        fits = held.needed <= HEADROOM * held.capacity
+        if not fits:
+            self.removed["does not fit in memory"] += 1
+            if self.smallest is None or held.needed < self.smallest[0]:
+                self.smallest = (held.needed, layout, held)
+            if not self.unbound:
+                return None
+        terms, _ = step_terms(self.model, self.work, layout, self.cluster, self.c)
+        seconds = sum(terms.values())
+        self.fastest = min(self.fastest, seconds)
+        if fits:
+            self.fitting.append((seconds, held.needed, layout))
+        return terms["bubble"]
+
+    def interleave(self, layout: Layout, bubble: float) -> None:
+        """The best number of chunks for a layout without interleave, whether or not they divide its layers evenly.
+
+        The step is a + b/v + c·v (the bubble shrinks, sends grow) and memory shrinks from v = 2 on, so only the two
+        whole numbers about the optimum matter, or the first above them that fits. One chunk holds least: where that
+        does not fit, none does.
+        """
+        most = most_chunks(len(self.work.shape.layers), layout.pp)
+        # Interleaving runs micro-batches in rounds of the pipeline's depth; other schedules have chunks of their own.
+        if layout.schedule != "1f1b" or most < 2 or layout.micro_batches(self.work.global_batch) % layout.pp:
+            return
+        sends = sends_per_chunk(self.model, self.work, layout, self.cluster, self.c)
+        best = math.sqrt(bubble / sends) if sends else most
+        low = min(max(2, math.floor(best)), most)
+        near = [self.add(replace(layout, vpp=vpp)) for vpp in range(low, min(low + 1, most) + 1)]
+        vpp = low + 2
+        while near == [None, None] and vpp <= most and self.add(replace(layout, vpp=vpp)) is None:
+            vpp += 1
 
 
 def _check_given(work: Workload, cluster: Cluster, given: Mapping[str, Any]) -> None:
@@ -147,7 +186,7 @@ def _candidates(work: Workload, cluster: Cluster, given: Mapping[str, Any], remo
     pps = _given(
         given, "pp", [n for n in range(1, min(layers, cluster.gpus) + 1) if cluster.gpus % n == 0 and n <= 128]
     )
-    cps = _given(given, "cp", [1, 2, 4, 8, 16, 32] if work.seq >= 16384 else [1, 2])
+    cps = _given(given, "cp", [n for n in (1, 2, 4, 8, 16, 32) if n == 2 or work.seq >= min(16384, 2048 * n) or n == 1])
     eps = _given(given, "ep", [n for n in _divisors(experts)] if experts else [1])
     for tp, pp, cp in itertools.product(tps, pps, cps):
         if tp > cluster.domain and "tp" not in given:
@@ -160,31 +199,30 @@ def _candidates(work: Workload, cluster: Cluster, given: Mapping[str, Any], remo
             continue
         for ep in eps:
             base = replace(Layout(), **{**given, "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep})
-            yield from _details(base, work, cluster, given, layers, removed)
+            yield from _details(base, work, cluster, given, removed)
 
 
 def _details(
-    base: Layout, work: Workload, cluster: Cluster, given: Mapping[str, Any], layers: int, removed: Counter[str]
+    base: Layout, work: Workload, cluster: Cluster, given: Mapping[str, Any], removed: Counter[str]
 ) -> Iterator[Layout]:
-    """Micro-batch, interleave, sharding and recompute of one set of degrees."""
+    """Micro-batch, sharding and recompute of one set of degrees."""
     # TP's slices hide behind products and state is sharded wherever there is a group for it.
     base = replace(base, overlap_tp=given.get("overlap_tp", base.tp > 1))
-    per_stage = layers // base.pp
-    vpps = _given(given, "vpp", [n for n in (1, 2, 4, 5, 8, 10) if n == 1 or (base.pp > 1 and per_stage % n == 0)])
     zeros = _given(given, "zero", [1, 3] if base.pp == 1 and base.replicas > 1 else [1])
     recomputes = _given(given, "recompute", list(RECOMPUTES))
     shards = _given(given, "shard", _hybrid_shards(base, cluster))
-    for micro in _given(given, "micro_batch", [1, 2, 4, 8]):
+    for micro in _given(given, "micro_batch", [1, 2, 3, 4, 6, 8, 12, 16]):
         tried = replace(base, micro_batch=micro)
         found = problems(tried, work.shape, cluster, work.seq, work.global_batch)
         if found:
             removed[found[0]] += 1
             continue
-        for vpp, zero, recompute in itertools.product(vpps, zeros, recomputes):
-            if vpp > 1 and tried.micro_batches(work.global_batch) % base.pp:
-                continue  # interleaving runs micro-batches in rounds of the pipeline's depth
+        if tried.vpp > 1 and tried.micro_batches(work.global_batch) % base.pp:
+            removed[f"vpp={tried.vpp}: interleaving needs micro-batches in rounds of pp"] += 1
+            continue
+        for zero, recompute in itertools.product(zeros, recomputes):
             for shard in shards if zero == 3 else shards[:1]:
-                yield replace(tried, vpp=vpp, zero=zero, recompute=recompute, shard=shard)
+                yield replace(tried, zero=zero, recompute=recompute, shard=shard)
 
 
 def _hybrid_shards(base: Layout, cluster: Cluster) -> list[int]:

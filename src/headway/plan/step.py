@@ -70,7 +70,7 @@ def step_terms(
     fill = others * (layer.forward + between / 3)
     waits = bubble(layout, m, fill, others * (layer.backward + again + 2 * between / 3))
     terms["bubble"] = waits.seconds
-    terms["pp"] = _sends(x)
+    terms["pp"] = _sends(x, layout.vpp)
     terms["dp"], hidden = _data_parallel(x, layers, forward, mine / m - forward)
     terms["offload"] = _offload(x)
     terms["host"] = constants.step
@@ -83,6 +83,13 @@ def step_terms(
         "layers_on_slowest_stage": layers,
     }
     return terms, facts
+
+
+def sends_per_chunk(model: Profile, work: Workload, layout: Layout, cluster: Cluster, constants: Constants) -> float:
+    """Seconds that each further chunk of a stage adds to a step in sends."""
+    rates = Rates.of(cluster.device, work.precision, constants, layout.grad_bytes)
+    x = _Context(model, work, layout, cluster, rates, Network.of(cluster, constants), constants)
+    return _sends(x, 1) - _sends(x, 0)
 
 
 def _mean_layer(x: _Context) -> LayerTime:
@@ -242,8 +249,8 @@ def _data_parallel(x: _Context, layers: float, forward: float, backward: float) 
     return shown, sum(min(comm, window) for comm, window in pairs)
 
 
-def _sends(x: _Context) -> float:
-    """Activations forward and their gradients backward, for each micro-batch and model chunk."""
+def _sends(x: _Context, chunks: int) -> float:
+    """Activations forward and their gradients backward, for each micro-batch and each of a stage's `chunks`."""
     layout = x.layout
     if layout.pp == 1:
         return 0.0
@@ -252,7 +259,7 @@ def _sends(x: _Context) -> float:
     one = x.network.send(size, crosses)
     rounds = x.micro_batches + layout.pp - 1
     waiting = x.c.pipe_sync * rounds if layout.buckets else 0.0
-    return x.c.pp_exposed * 2 * layout.vpp * rounds * one + waiting
+    return x.c.pp_exposed * 2 * chunks * rounds * one + waiting
 
 
 def _optimizer(x: _Context) -> float:
