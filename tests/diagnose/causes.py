@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diagnose.kineto_maker import BACKWARD, Kineto, clean, clean_step
@@ -113,6 +113,44 @@ def router_softmax() -> Kineto:
         clean_step(trace)
         for _ in range(6):
             trace.kernel("void (anonymous namespace)::softmax_warp_forward<float>", 3.0, "aten::_softmax")
+
+    return each_step(work)  # fmt: skip
+
+
+def large_softmax_beside_flash() -> Kineto:
+    """Attention is fused; the large softmax is a sampler's or a router's."""
+
+    def work(trace: Kineto, _: int) -> None:
+        clean_step(trace)
+        for _ in range(6):
+            trace.matmul()
+            trace.kernel("void (anonymous namespace)::softmax_warp_forward<float>", 900.0, "aten::_softmax")
+            trace.flash()
+
+    return each_step(work)  # fmt: skip
+
+
+CPU_SCORES = ("aten::bmm", "aten::_softmax", "aten::bmm", "aten::bmm", "aten::_softmax_backward_data", "aten::bmm")
+CPU_LOSS = (
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::mm",
+    "aten::_log_softmax",
+    "aten::nll_loss_forward",
+    "autograd::engine::evaluate_function: LogSoftmaxBackward0",
+    "LogSoftmaxBackward0",
+    "aten::_log_softmax_backward_data",
+    "aten::fill_",
+    "aten::mm",
+)
+
+
+def on_cpu(ops: Sequence[str]) -> Kineto:
+    """Operators of a process without a device, 500 µs each."""
+
+    def work(trace: Kineto, _: int) -> None:
+        for name in ops:
+            with trace.annotated(name, "cpu_op"):
+                trace.host(500.0)
 
     return each_step(work)  # fmt: skip
 
@@ -264,11 +302,11 @@ def compiling(steps: set[int]) -> Kineto:
     return each_step(work)  # fmt: skip
 
 
-def collecting(us: float) -> Kineto:
+def collecting(us: float, name: str = "<built-in method collect of module object at 0x7f>") -> Kineto:
     def work(trace: Kineto, _: int) -> None:
         clean_step(trace, 2)
         trace.wait()
-        with trace.annotated("<built-in method collect of module object at 0x7f>", "python_function"):
+        with trace.annotated(name, "python_function"):
             trace.host(us)
 
     return each_step(work)  # fmt: skip

@@ -150,6 +150,15 @@ def test_a_model_without_tokens_or_slots_is_a_users_mistake(tmp_path: Path) -> N
         open_diagnosis([path], Options(), Said(model=tmp_path, tokens=5))
 
 
+def test_so_many_tokens_that_no_device_computes_them_are_named(tmp_path: Path) -> None:
+    """Counted by arithmetic: a list of a billion documents would end the process before."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for tokens in (10**9, 10**12):
+        with pytest.raises(UserError, match=rf"^--tokens {tokens:,}: too many .* window of"):
+            efficiency(tmp_path, products(), Said(tokens=tokens, slots=tokens, model=tmp_path))
+    assert efficiency(tmp_path, products(), Said(tokens=3_000, model=tmp_path)).mfu is not None
+
+
 def test_more_flops_than_the_device_can_do_are_an_error_and_no_result(tmp_path: Path) -> None:
     def work(trace: Kineto, _: int) -> None:
         trace.matmul(1.0)

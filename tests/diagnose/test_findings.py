@@ -34,6 +34,8 @@ PAIRS: list[tuple[str, Make, Make]] = [
     ("optimizer-not-fused", lambda: causes.optimizer(causes.EAGER, "aten::addcdiv_", 60), clean),
     ("loss-unfused", lambda: causes.loss(151_936), lambda: causes.loss(1_000)),
     ("attention-unfused", causes.eager_attention, causes.router_softmax),
+    ("attention-unfused", causes.eager_attention, causes.large_softmax_beside_flash),
+    ("attention-unfused", lambda: causes.on_cpu(causes.CPU_SCORES), lambda: causes.on_cpu(causes.CPU_LOSS)),
     ("host-sync", causes.reads_every_layer, causes.reads_once_a_step),
     ("allocator", lambda: causes.frees(4), lambda: causes.frees(0)),
     ("data-starvation", lambda: causes.loader([3000.0]), lambda: causes.loader([20.0])),
@@ -55,6 +57,11 @@ PAIRS: list[tuple[str, Make, Make]] = [
     ),
     ("recompilation-storm", lambda: causes.compiling({2, 3, 4}), lambda: causes.compiling({1})),
     ("garbage-collection", lambda: causes.collecting(1500.0), lambda: causes.collecting(5.0)),
+    (
+        "garbage-collection",
+        lambda: causes.collecting(1500.0, "<built-in function collect>"),
+        lambda: causes.collecting(1500.0, "<built-in method collect of Metrics object at 0x7f>"),
+    ),
     ("prefill-dominates", lambda: causes.serving(40_000.0, 4), lambda: causes.serving(2_000.0, 40)),
     ("unstable-steps", lambda: causes.uneven_steps({4, 9}), lambda: causes.uneven_steps(set())),
 ]

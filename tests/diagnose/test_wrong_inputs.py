@@ -13,8 +13,11 @@ from diagnose.kineto_maker import Kineto, clean
 from diagnose.test_findings import diagnosed, found
 from diagnose.test_run_folders import made
 from headway.account.errors import UserError
+from headway.diagnose.classify import comm_pattern, kind_of
 from headway.diagnose.compare import compare
 from headway.diagnose.efficiency import read_model, with_efficiency
+from headway.diagnose.facts import KINDS
+from headway.diagnose.hostwork import _kind as op_kind
 from headway.diagnose.job import Options, read_job
 from headway.diagnose.open import open_diagnosis
 from headway.diagnose.said import Said
@@ -104,6 +107,45 @@ def test_what_counts_as_communication_is_printed(tmp_path: Path) -> None:
     told = dict(facts(open_diagnosis(job, Options(comm_kernels=("flash_bwd",)), Said())))
     assert "flash_bwd" in told["comm. names"] and "--comm-kernel" in told["comm. names"]
     assert "comm. names" not in dict(facts(open_diagnosis(job, Options(), Said())))
+
+
+@pytest.mark.parametrize("pattern", ["", "x*", "^", r"\b", "(?=)", "a|"])
+def test_a_pattern_that_matches_nothing_in_every_name_is_refused(pattern: str) -> None:
+    with pytest.raises(UserError, match="--comm-kernel .* matches every name"):
+        comm_pattern((pattern,))
+    for bad in ("(", "(?i)nccl"):
+        with pytest.raises(UserError, match="is not a regular expression"):
+            comm_pattern((bad,))
+    assert comm_pattern(("my_reduce",)).search("My_Reduce_bf16")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("void cudnn::fusion::convert_dq_to_16bits<bf16>", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true>", "attention"),
+        ("triton_poi_fused_convert_element_type_3", "elementwise"),
+        ("cudnn::cnn::conv2d_grouped_direct_kernel", "convolution"),
+        ("implicit_convolve_sgemm", "convolution"),
+    ],
+)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    assert KINDS[kind_of(name)] == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("torch::autograd::AccumulateGrad", "elementwise"),
+        ("autograd::engine::evaluate_function: LogSoftmaxBackward0", "loss"),
+        ("SoftmaxBackward0", "softmax"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::convolution_backward", "convolution"),
+        ("prims::convert_element_type", "elementwise"),
+    ],
+)
+def test_kinds_of_operators(name: str, kind: str) -> None:
+    assert KINDS[op_kind(name)] == kind
 
 
 def test_ranks_whose_clocks_begin_91_days_apart_are_compared(tmp_path: Path) -> None:

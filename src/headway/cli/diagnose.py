@@ -12,6 +12,8 @@ from headway.cli.output import print_json
 if TYPE_CHECKING:
     from headway.diagnose.diagnosis import Diagnosis
 
+_MOST = 10**12  # tokens in a trace: an H200 with all of its memory full of bytes has fewer
+
 
 def diagnose(
     inputs: Annotated[
@@ -49,6 +51,8 @@ def diagnose(
     for name, value in (("--tokens", tokens), ("--slots", slots), ("--seq-len", seq_len)):
         if value is not None and value < 1:
             raise UserError(f"{name} {value}: give a number of 1 or more")
+        if value is not None and value > _MOST:
+            raise UserError(f"{name} {value}: no trace holds so many; give what one rank computes in the window")
     if slots is not None and tokens is None:
         raise UserError("--slots is used with --tokens; give both")
     if seq_len is not None and model is None:

@@ -38,7 +38,7 @@ _KIND_RULES: tuple[tuple[str, str], ...] = (
     (
         "attention",
         r"flash|fmha|attention|_attn|attn_|paged_?kv|mha_|\bmla\b|_mla_|sdpa|cutlass.*fmha|flex_attention|fav2|aotriton"
-        r"|pytorch_flash|merge_attn",
+        r"|pytorch_flash|merge_attn|dot_do_o|convert_dq_to",
     ),
     (
         "loss",
@@ -48,7 +48,7 @@ _KIND_RULES: tuple[tuple[str, str], ...] = (
         "optimizer",
         r"adam|multi_?tensor_apply|lamb(?!da)|fused_?sgd|momentum|foreach|lion_|_adafactor|distributed_?fused|zero_?adam|muon",
     ),
-    ("convolution", r"conv|cudnn::(?:cnn|ops)|winograd|implicit_gemm|miopen|cask_cudnn|dgrad|wgrad|xdlops_conv|igemm"),
+    ("convolution", r"conv(?!ert)|cudnn::(?:cnn|ops)|winograd|implicit_gemm|miopen|cask_cudnn|dgrad|wgrad|xdlops_conv|igemm"),
     (
         "matmul",
         r"gemm|gemv|cublas|cutlass|nvjet|matmul|_mm_|xmma|splitk|split_k|cijk_|hipblaslt|tensile|wgmma|marlin|machete"
@@ -70,12 +70,19 @@ _KIND_RULES: tuple[tuple[str, str], ...] = (
 
 
 def comm_pattern(extra: Sequence[str] = ()) -> re.Pattern[str]:
-    """The list of names with the user's own added. Raises UserError where one is no regular expression."""
+    """The list of names with the user's own added.
+
+    Raises:
+        UserError: one is no regular expression, or matches where nothing stands: then every kernel would be
+            communication.
+    """
     for pattern in extra:
         try:
-            re.compile(pattern)
+            found = re.compile(f"(?:{pattern})", re.IGNORECASE)
         except re.error as error:
             raise UserError(f"--comm-kernel {pattern!r} is not a regular expression: {error}") from None
+        if any(hit is not None and not hit[0] for hit in (found.search(""), found.search("gemm_kernel"))):
+            raise UserError(f"--comm-kernel {pattern!r} matches every name; give a part of the kernels' names")
     return re.compile("|".join(f"(?:{pattern})" for pattern in (*COMM_PATTERNS, *extra)), re.IGNORECASE)
 
 

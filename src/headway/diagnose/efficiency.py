@@ -12,12 +12,12 @@ import numpy as np
 
 from headway.account.errors import UserError
 from headway.account.events import Flops
-from headway.account.flops import SlotLayout, describe, step_flops
+from headway.account.flops import FlopCount, describe, document_flops
 from headway.account.measured_peaks import MeasuredPeaks
 from headway.account.mfu import ImpossibleMfu, hfu, mfu
 from headway.account.peaks import DTYPES, Peak, device_row, resolve_peak
 from headway.account.shape import ModelShape
-from headway.diagnose.facts import DeviceFacts, Efficiency, Int64, JobFacts, RankFacts
+from headway.diagnose.facts import DeviceFacts, Efficiency, JobFacts, RankFacts
 from headway.diagnose.padding import slots_of_grids, slots_of_shapes
 from headway.diagnose.said import Said
 from headway.diagnose.shape_flops import CONVENTION, count
@@ -33,7 +33,8 @@ def with_efficiency(job: JobFacts, said: Said) -> JobFacts:
     """The job with what each rank's devices made of their window.
 
     Raises:
-        UserError: the model's configuration cannot be used, or nothing is known of the device that was named.
+        UserError: the model's configuration cannot be used, nothing is known of the device that was named, or no
+            device computes the model on so many tokens in that time.
     """
     if said.device is not None:
         _known_device(said.device)
@@ -110,7 +111,13 @@ def _efficiency(
         says = f"{says}; padding counts as useful (give --tokens)"
     if slots is None and tokens is not None:
         says = f"{says}; padding is not known"
-    return _utilised(dataclasses.replace(unknown, flops=flops, convention=says), device, peak)
+    found = _utilised(dataclasses.replace(unknown, flops=flops, convention=says), device, peak)
+    if found.flops is None and shape is not None and tokens is not None:
+        raise UserError(
+            f"--tokens {tokens:,}: too many for {rank.path} and --model (real tokens of one rank in the window of "
+            f"{device.window.wall_ns / 1e9:.3g} s): {found.why}"
+        )
+    return found
 
 
 def _utilised(known: Efficiency, device: DeviceFacts, peak: Peak) -> Efficiency:
@@ -132,21 +139,24 @@ def _of_model(
 ) -> tuple[Flops, str]:
     """FLOPs of training on so many tokens. Recompute is scaled from forward by the time that it took in the trace."""
     length = max(1, min(sequence or 1, tokens))
-    documents = _cut(tokens, length)
-    layout = SlotLayout.packed(np.concatenate((documents, _cut((slots or tokens) - tokens, length))))
-    found = step_flops(shape, documents, layout)
+    useful, computed = _documents(shape, tokens, length)
+    filler, computed_too = _documents(shape, (slots or tokens) - tokens, length)
     forward = device.account.total("compute.forward")
     again = device.account.total("compute.recompute") / forward if forward else 0.0
-    computed = found.useful.forward + found.padding.forward
-    flops = msgspec.structs.replace(found.to_flops(), recompute=round(again * computed))
+    flops = Flops(useful=useful, padding=filler, recompute=round(again * (computed + computed_too)))
     says = describe() + (f"; sequences of {length:,}" if sequence else "; attention is not counted (give --seq-len)")
     return flops, says.replace("; no recompute", "")
 
 
-def _cut(total: int, length: int) -> Int64:
-    """`total` tokens as documents of `length`, the last one shorter."""
+def _documents(shape: ModelShape, total: int, length: int) -> tuple[int, int]:
+    """FLOPs of training on `total` tokens as documents of `length`, the last one shorter: (all, of the forward pass).
+
+    Each whole document costs the same, so that one is counted, however many there are.
+    """
     whole, rest = divmod(total, length)
-    return np.array([length] * whole + [rest] * bool(rest), np.int64)
+    one = document_flops(shape, [length])
+    last = document_flops(shape, [rest]) if rest else FlopCount()
+    return whole * one.total + last.total, whole * one.forward + last.forward
 
 
 def product_dtype(view: View) -> str:

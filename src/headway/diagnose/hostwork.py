@@ -35,12 +35,12 @@ _WAITED = re.compile(r"^(?:gloo|mpi|ucc|nccl|xccl|hccl|ccl):", re.IGNORECASE)
 _COLLECTIVE = KINDS.index("collective")
 _KIND_OF_OP = (
     ("attention", r"attention"),
-    ("convolution", r"conv"),
+    ("convolution", r"conv(?!ert)"),
     ("matmul", r"\bmm\b|addmm|bmm|matmul|linear|einsum|baddbmm|MmBackward|AddmmBackward"),
     ("norm", r"norm"),
-    ("loss", r"nll_loss|cross_entropy|log_softmax"),
-    ("softmax", r"softmax"),
-    ("optimizer", r"_foreach|addcdiv|addcmul|lerp|fused_adam|Optimizer|Accumulate"),
+    ("loss", r"nll_loss|cross_entropy|log_softmax|NllLoss|LogSoftmax"),
+    ("softmax", r"softmax|SoftmaxBackward"),
+    ("optimizer", r"_foreach|addcdiv|addcmul|lerp|fused_adam|Optimizer"),
     ("embedding", r"embedding|index_select|gather"),
     ("copy", r"copy_|\bto\b|_to_copy|contiguous|clone|detach|\bcat\b|stack"),
     ("reduction", r"sum|mean|\bmax\b|\bmin\b|argmax|topk|sort|cumsum"),

@@ -12,9 +12,10 @@ from headway.diagnose.view import Mask, View, ms, short
 
 NOTABLE = 0.03
 _OPS = (
-    r"aten::_?softmax$|aten::_softmax_backward_data|SoftmaxBackward|aten::_safe_softmax|"
+    r"aten::_?softmax$|aten::_softmax_backward_data|(?<!Log)SoftmaxBackward|aten::_safe_softmax|"
     r"_scaled_dot_product_attention_math"
 )
+_PRODUCTS = r"^aten::(?:bmm|baddbmm)$"  # by heads: what makes scores, or multiplies them with the values
 _NEIGHBOURS = 5
 
 
@@ -24,6 +25,9 @@ def find(case: Case) -> Iterator[Finding]:
     kernel computes again in backward, and all of the products."""
     view = case.view
     softmax = view.from_op(_OPS) & view.computing & view.of_kind("softmax", "elementwise", "norm", "reduction", "other")
+    products = view.from_op(_PRODUCTS) & view.computing
+    # A softmax without such a product beside it is a router's, a sampler's or the loss's.
+    softmax &= view.near(products, _NEIGHBOURS)
     if not softmax.any():
         return
     every = softmax | _beside(view, softmax)
@@ -31,8 +35,7 @@ def find(case: Case) -> Iterator[Finding]:
     if spent < NOTABLE * view.wall_ns:
         return
     claims = {f"device.{kind}": ns for kind in view.device.by_kind if (ns := view.time(every & view.of_kind(kind)))}
-    products = view.near(softmax, _NEIGHBOURS) & view.from_op(r"^aten::(?:bmm|baddbmm)$") & view.computing
-    if moved := view.time(products) // 2:
+    if moved := view.time(products & view.near(softmax, _NEIGHBOURS)) // 2:
         claims["device.matmul"] = claims.get("device.matmul", 0) + moved
     yield Finding(
         name="attention-unfused",

@@ -12,14 +12,18 @@ from headway.diagnose.finding import Finding
 from headway.diagnose.view import ms
 
 NOTABLE = 0.01
-_GC = r"built-in method collect\b|gc\.collect|\bgc_collect\b|host\.gc$|^gc$|python gc"
+# `<built-in method collect of module …>` in older traces, `<built-in function collect>` in those of today's Python.
+GC = (
+    r"built-in method collect(?:>| of module|$)|built-in function collect(?:>|$)|\bgc\.collect\b|\bgc_collect\b|"
+    r"host\.gc$|^gc$|python gc"
+)
 
 
 def find(case: Case) -> Iterator[Finding]:
     """Upper bound: the collector's own time, and what it leaves cold. Put back: a collection of the young generation
     now and then, a tenth."""
     view = case.view
-    rows = view.host_rows(_GC, (HostKind.PYTHON, HostKind.ANNOTATION, HostKind.OP))
+    rows = view.host_rows(GC, (HostKind.PYTHON, HostKind.ANNOTATION, HostKind.OP))
     if not len(rows):
         return
     spent = measure(view.host_intervals(rows))
