@@ -85,6 +85,26 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(tmp_path: Path, capsys: pyt
     assert "was not written" in capsys.readouterr().err
 
 
+def test_a_trace_that_is_skipped_for_a_diagnosis_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Running:
+        def poll(self) -> None:
+            return None
+
+    for rank in (0, 1):
+        hook = PeriodicTrace(HookPlace(tmp_path, rank, 2, 0, StepClock("cpu")), every=4, steps=1)
+        begun: list[int] = []
+        monkeypatch.setattr(hook, "_begin", begun.append)
+        hook.begin_step(4)
+        assert begun == [4] and capsys.readouterr().err == ""
+        hook._job = periodic._Job(4, tmp_path, Running(), 0)  # type: ignore[arg-type]
+        for step in range(5, 20):
+            hook.begin_step(step)
+        said = capsys.readouterr().err
+        assert begun == [4] and said.count("no trace, the one of step 4") == (rank == 0)
+
+
 @pytest.mark.parametrize(
     ("every", "ranks", "step_ms", "cost_s", "traced"),
     [

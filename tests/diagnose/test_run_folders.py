@@ -10,14 +10,20 @@ import msgspec
 import pytest
 import yaml
 
+from diagnose.kineto_maker import clean
 from headway.account.errors import UserError
-from headway.account.events import Flops, RankLine, SessionStart, StepLine
+from headway.account.events import Flops, RankLine, SessionStart, StepLine, TraceLine
 from headway.diagnose.compare import compare
 from headway.diagnose.diagnosis import Diagnosis, diagnose_run
 from headway.diagnose.finding import Finding
+from headway.diagnose.job import Options
+from headway.diagnose.open import open_diagnosis
 from headway.diagnose.run_facts import read_run
+from headway.diagnose.said import Said
 from headway.record.files import write_json
 from headway.record.folder import RunFolder
+from headway.record.jsonl import JsonlWriter
+from headway.watch.diagnosis_text import facts
 from watch.run_maker import S, plain_run, rewrite
 
 Change = Callable[[StepLine], StepLine]
@@ -177,6 +183,71 @@ def test_a_run_without_a_step_says_so(tmp_path: Path) -> None:
     rewrite(folder, lambda line: None if isinstance(line, StepLine) else line)
     diagnosis = diagnosed(folder)
     assert diagnosis.findings == () and any("no step" in note for note in diagnosis.notes)
+    assert diagnosis.partial and diagnosis.verdict.startswith("nothing can be said")
+    folder.metrics.write_bytes(b"")
+    with pytest.raises(UserError, match=r"metrics\.jsonl: is empty"):
+        read_run(folder.root)
+
+
+def traced_at(folder: RunFolder, first: int, told: bool) -> None:
+    """Three steps recorded, the fourth paid for the writing; `told`: the diagnosis ended and left its line."""
+    folder.traces.joinpath(f"step-{first:08d}").mkdir(parents=True)
+    if told:
+        line = TraceLine(session=0, step=first, time=0.0, traced_steps=3, path="x", cost_ns=2 * S)
+        JsonlWriter(folder.metrics).append(line)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "folder alone"])
+def test_what_a_trace_costs_is_no_finding_about_the_run(told: bool, tmp_path: Path) -> None:
+    def recorded(line: StepLine) -> StepLine:
+        if line.step == 20:
+            return longer(line, "host.logging", 60.0)
+        return longer(line, "unaccounted", 20.0) if 20 < line.step <= 23 else line
+
+    folder = made(tmp_path / "a", recorded)
+    assert found(diagnosed(folder), "unstable-steps") is not None
+    traced_at(folder, 20, told)
+    diagnosis = diagnosed(folder)
+    assert found(diagnosis, "unstable-steps") is None and found(diagnosis, "logging") is None
+    assert [line.step for line in diagnosis.run.traced] == [20, 21, 22, 23]  # type: ignore[union-attr]
+    said = next(note for note in diagnosis.notes if "periodic traces are left out" in note)
+    assert said.startswith("4 steps") and ("took the loop 2000.0 ms" in said) == told
+
+
+def test_a_run_of_nothing_but_traced_steps_keeps_them(tmp_path: Path) -> None:
+    folder = made(tmp_path)
+    for first in range(1, 200, 3):
+        folder.traces.joinpath(f"step-{first:08d}").mkdir(parents=True)
+    run = read_run(folder.root)
+    assert len(run.steps) > 10 and run.traced == ()
+
+
+def test_what_no_category_explains_is_not_called_a_category(tmp_path: Path) -> None:
+    finding = found(
+        diagnosed(made(tmp_path / "a", every(9, lambda line: longer(line, "unaccounted", 1.0)))), "unstable-steps"
+    )
+    assert finding is not None and finding.remedy == "find-pauses" and "in them grows" not in finding.evidence[1]
+    finding = found(
+        diagnosed(made(tmp_path / "b", every(9, lambda line: longer(line, "host.other", 1.0)))), "unstable-steps"
+    )
+    assert finding is not None and finding.remedy == "steady-steps" and "host.other" in finding.evidence[1]
+
+
+def test_a_damaged_periodic_trace_is_said_and_makes_the_answer_partial(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    trace = clean(4).write(folder.traces / "step-00000100" / "rank-00000.json.gz")
+    assert not open_diagnosis([folder.root], Options(), Said()).partial
+    whole = trace.read_bytes()
+    trace.write_bytes(whole[: len(whole) // 2])
+    half = open_diagnosis([folder.root], Options(), Said())
+    assert half.partial and any(name == "damage" and "rank-00000" in text for name, text in facts(half))
+    trace.write_bytes(b"nothing")
+    none = open_diagnosis([folder.root], Options(window="gpu"), Said())
+    assert none.partial and any("step-00000100 is left out" in note for note in none.notes)
+    assert any(note.startswith("--window: not used") for note in none.notes)
+    trace.write_bytes(whole)
+    good = open_diagnosis([folder.root], Options(comm_kernels=("flash",)), Said())
+    assert any(note.startswith("--comm-kernel: used on the folder's newest trace alone") for note in good.notes)
 
 
 def test_no_run_folder_is_a_users_mistake(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_what_counts_as_communication_is_printed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pattern", ["", "x*", "^", r"\b", "(?=)", "a|"])
 def test_a_pattern_that_matches_nothing_in_every_name_is_refused(pattern: str) -> None:
-    with pytest.raises(UserError, match="--comm-kernel .* matches every name"):
+    with pytest.raises(UserError, match=r"--comm-kernel .* matches every name"):
         comm_pattern((pattern,))
     for bad in ("(", "(?i)nccl"):
         with pytest.raises(UserError, match="is not a regular expression"):

@@ -48,7 +48,10 @@ _KIND_RULES: tuple[tuple[str, str], ...] = (
         "optimizer",
         r"adam|multi_?tensor_apply|lamb(?!da)|fused_?sgd|momentum|foreach|lion_|_adafactor|distributed_?fused|zero_?adam|muon",
     ),
-    ("convolution", r"conv(?!ert)|cudnn::(?:cnn|ops)|winograd|implicit_gemm|miopen|cask_cudnn|dgrad|wgrad|xdlops_conv|igemm"),
+    (
+        "convolution",
+        r"conv(?!ert)|cudnn::(?:cnn|ops)|winograd|implicit_gemm|miopen|cask_cudnn|dgrad|wgrad|igemm",
+    ),
     (
         "matmul",
         r"gemm|gemv|cublas|cutlass|nvjet|matmul|_mm_|xmma|splitk|split_k|cijk_|hipblaslt|tensile|wgmma|marlin|machete"

@@ -41,7 +41,7 @@ from headway.diagnose.findings.of_run import available, findings_of_run
 from headway.diagnose.recording import recording, without_recording
 from headway.diagnose.run_facts import RunFacts
 from headway.diagnose.snapshot import MemoryFacts
-from headway.diagnose.view import View
+from headway.diagnose.view import View, ms
 
 FINDERS: tuple[Finder, ...] = (
     padding.find,
@@ -128,7 +128,7 @@ class Diagnosis:
     def verdict(self) -> str:
         """One sentence: what to think of it."""
         if not self.wall_ns:
-            return "nothing to account for"
+            return "nothing can be said: no step was finished" if self.run else "nothing to account for"
         rest = ", ".join(f"{item.label} {item.share:.1%}" for item in self.largest[:2])
         what = "the largest things left beside matrix products" if self.job else "most of it"
         left = f"; {what}: {rest}" if rest else ""
@@ -260,11 +260,15 @@ def diagnose_run(
         notes.append("no periodic trace in the run folder: what only kernels show (fusing, overlap) is not looked for")
     else:
         notes.append(f"kernels from {trace.source}")
+    if run.traced:
+        spent = sum(line.cost_ns for line in run.history.traces)
+        cost = f"; recording and writing took the loop {ms(spent)}" if spent else ""
+        notes.append(f"{len(run.traced):,} steps of periodic traces are left out: a trace makes them longer{cost}")
     return Diagnosis(
         source=str(run.folder.root),
         kind="run",
         device=run.device,
-        window=f"steps {first:,} to {last:,}, rank 0, without each session's first steps",
+        window=f"steps {first:,} to {last:,}, rank 0, without each session's first steps" if run.steps else "no step",
         wall_ns=run.wall_ns,
         account=account,
         idle=trace.idle if trace else {},
@@ -272,7 +276,7 @@ def diagnose_run(
         findings=tuple(rank(found, available(run))),
         largest=trace.largest if trace else _largest_of_run(account),
         notes=tuple(notes),
-        partial=bool(run.bad_lines),
+        partial=bool(run.bad_lines) or not run.steps or (trace is not None and trace.partial),
         job=trace.job if trace else None,
         run=run,
         memory=memory,

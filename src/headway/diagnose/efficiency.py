@@ -7,7 +7,6 @@ import json
 import re
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from headway.account.errors import UserError

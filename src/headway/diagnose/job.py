@@ -36,6 +36,10 @@ class Options:
     comm_kernels: tuple[str, ...] = ()
     workers: int | None = None
 
+    def said(self) -> list[str]:
+        """The options that are not as they are by themselves."""
+        return ["--window"] * (self.window != "auto") + ["--comm-kernel"] * bool(self.comm_kernels)
+
     def __post_init__(self) -> None:
         if self.window not in WINDOWS:
             raise UserError(f"--window {self.window!r}: choose one of {', '.join(WINDOWS)}")

@@ -43,11 +43,18 @@ def _of_folder(folder: Path, options: Options, memory: MemoryFacts | None, said:
     if not (folder / "metrics.jsonl").is_file() and traces:
         return diagnose_traces(traces, options, memory, said)
     run = read_run(folder)
-    trace, notes = _newest_trace(run, options)
+    trace, left_out = _newest_trace(run, options)
     diagnosis = diagnose_run(run, trace, memory)
+    notes = list(left_out)
     if ignored := said.about_traces():
         notes.append(f"{', '.join(ignored)}: not used, a run folder has its own count of tokens, model and device")
-    return dataclasses.replace(diagnosis, notes=(*diagnosis.notes, *notes))
+    if asked := options.said():
+        where = "used on the folder's newest trace alone, the run's steps are counted as they were measured"
+        notes.append(
+            f"{', '.join(asked)}: {where if trace else 'not used, the run folder has no trace that can be read'}"
+        )
+    partial = diagnosis.partial or bool(left_out)
+    return dataclasses.replace(diagnosis, notes=(*diagnosis.notes, *notes), partial=partial)
 
 
 def _newest_trace(run: RunFacts, options: Options) -> tuple[Diagnosis | None, list[str]]:

@@ -82,6 +82,7 @@ class PeriodicTrace:
         self._cost_ns = 0
         self._job: _Job | None = None
         self._announced = Announcement(RunFolder(place.folder).traces)
+        self._said_skipped = False
         self._steps_seen = 0
         self._began = time.perf_counter_ns()
         self._spent_ns = 0
@@ -92,8 +93,11 @@ class PeriodicTrace:
         self._end_range()
         if self._profile is not None and self._seen >= self._steps:
             self._write()
-        if self._due(step) and self._profile is None and self._job is None:
-            self._begin(step)
+        if self._due(step) and self._profile is None:
+            if self._job is None:
+                self._begin(step)
+            else:
+                self._say_skipped(step, self._job.step)
         if self._profile is not None:
             self._seen += 1
             self._range = record_function(f"ProfilerStep#{step}")
@@ -130,6 +134,17 @@ class PeriodicTrace:
         """Whether a trace so many steps from now keeps all of them within their share."""
         elapsed = time.perf_counter_ns() - self._began
         return self._spent_ns + self._expected_ns <= AT_MOST * elapsed * (1 + ahead / self._steps_seen)
+
+    def _say_skipped(self, step: int, busy_with: int) -> None:
+        """Once a run, on the first rank: one diagnosis at a time, so that they never pile up beside the training."""
+        if not self._said_skipped and self._place.rank == 0:
+            print(
+                f"headway: step {step}: no trace, the one of step {busy_with} is still being diagnosed; others are "
+                "skipped in the same way (a larger log.profile_every leaves time for each)",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._said_skipped = True
 
     def _begin(self, step: int) -> None:
         activities = [ProfilerActivity.CPU]

@@ -265,6 +265,14 @@ register(
     NO_MATH,
 )
 register(
+    "find-pauses",
+    ("host", "unaccounted"),
+    {},
+    "the time passes outside the loop's own work: other processes on the machine (`top`, `uptime`), swapping "
+    "(`vmstat 1`), or Python that no phase covers: `py-spy dump --pid PID` in a slow step names the line",
+    NO_MATH,
+)
+register(
     "less-compression",
     (),
     {},

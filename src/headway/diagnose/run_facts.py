@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from headway.account.account import Account, NotClosed, sum_accounts
+from headway.account.errors import UserError
 from headway.account.events import RankLine, StepLine
 from headway.account.peaks import device_row
 from headway.account.tree import STEP
@@ -21,14 +22,17 @@ from headway.record.sessions import History, read_history
 
 # A session's first steps compile, fill caches and allocate; they are the run account's, not the step's.
 _WARM_UP = 2
+_FEWEST = 3  # steps that tell anything of a run
+_TRACE_STEPS = 3  # of a periodic trace, where the run file does not say
 
 
 @dataclass(frozen=True)
 class RunFacts:
     """What a run's files say.
 
-    steps: kept steps without each session's first (all of them where a run is shorter); ranks: rank → lines of those
-    steps, of ranks that have them all.
+    steps: kept steps without each session's first and without those that a periodic trace recorded or was written in
+    (all of them where a run is shorter); ranks: rank → lines of those steps, of ranks that have them all; traced: the
+    steps that were left out for a trace.
     """
 
     folder: RunFolder
@@ -39,6 +43,7 @@ class RunFacts:
     environment: Mapping[str, Any]
     problems: tuple[str, ...] = ()
     bad_lines: Mapping[str, int] = field(default_factory=dict)
+    traced: tuple[StepLine, ...] = ()
 
     @property
     def device(self) -> str:
@@ -124,35 +129,64 @@ def read_run(root: Path | str) -> RunFacts:
     """Reads a run folder. Damaged lines are counted, never an error.
 
     Raises:
-        UserError: there is no run folder.
+        UserError: there is no run folder, or no session in it.
     """
     folder = RunFolder.open(root)
     history = read_history(folder)
-    steps = _settled(history)
+    if not history.sessions and not history.bad:
+        raise UserError(f"{folder.metrics}: is empty; no session of a run was begun here, so nothing can be said")
+    notes: list[str] = []
+    config = _yaml(folder.config, notes)
+    steps, traced = _settled(history, _traced(folder, history, config))
     ranks, bad = _ranks(folder, steps)
     if history.bad:
         bad["metrics.jsonl"] = len(history.bad)
     problems = [f"{path}: {number:,} damaged lines are left out" for path, number in bad.items()]
+    problems += notes
     if not steps:
-        problems.append("no step was finished, so there is nothing to diagnose")
+        problems.append("no step was finished, so nothing can be said")
     return RunFacts(
         folder=folder,
         history=history,
         steps=tuple(steps),
         ranks=ranks,
-        config=_yaml(folder.config, problems),
+        config=config,
         environment=_json(folder.environment, problems),
         problems=tuple(problems),
         bad_lines=bad,
+        traced=tuple(traced),
     )
 
 
-def _settled(history: History) -> list[StepLine]:
-    """Kept steps without each session's first few; a run too short for that keeps them."""
+def _settled(history: History, traced: Set[int]) -> tuple[list[StepLine], list[StepLine]]:
+    """Kept steps without each session's first few and without traced ones; a run too short for that keeps them.
+
+    Returns:
+        (the steps that count, the steps that were left out for a trace)
+    """
     kept = history.kept
     first = {session.start.session: session.start.resumed_from for session in history.sessions}
     settled = [line for line in kept if line.step > first.get(line.session, 0) + _WARM_UP]
-    return settled if len(settled) >= 3 else kept
+    settled = settled if len(settled) >= _FEWEST else kept
+    plain = [line for line in settled if line.step not in traced]
+    if len(plain) < _FEWEST:
+        return settled, []
+    return plain, [line for line in settled if line.step in traced]
+
+
+def _traced(folder: RunFolder, history: History, config: Mapping[str, Any]) -> set[int]:
+    """Steps that a trace recorded, and the one after them: stopping and writing it falls into that one.
+
+    Read from the lines that diagnoses left, and from the traces' folders for those that did not end.
+    """
+    log = config.get("log")
+    usual = log.get("profile_steps") if isinstance(log, Mapping) else None
+    lengths = {line.step: line.traced_steps for line in history.traces}
+    for path in folder.traces.glob("step-*"):
+        number = path.name.removeprefix("step-")
+        if number.isdigit():
+            lengths.setdefault(int(number), usual if isinstance(usual, int) else _TRACE_STEPS)
+    return {step for first, length in lengths.items() for step in range(first, first + min(length, 1000) + 1)}
 
 
 def _ranks(folder: RunFolder, steps: list[StepLine]) -> tuple[dict[int, tuple[RankLine, ...]], dict[str, int]]:

@@ -321,7 +321,8 @@ class Run:
     def _end_step(self) -> bool:
         """Closes the books on every step; True where the run had to go back for that."""
         if self.hook is not None:
-            self.hook.pause()
+            with self.clock.phase("host.logging"):
+                self.hook.pause()
         self.clock.end_step()
         self.reporter.tell_finished()
         if not self.spikes.alarms:

@@ -101,7 +101,7 @@ class Learner:
             Unreadable: on all ranks, where one of them is `unreadable`: its micro-batches are only stand-ins.
         """
         sums = self.learn(micro_batches, trained_tokens, unreadable)
-        with self.clock.phase("comm.dp"):
+        with self.clock.phase("comm.dp" if self.replicas.size > 1 else "compute.optimizer"):
             table = gather(self._local(sums), self.replicas.size)
         if self.before_update is not None:
             with self.clock.phase("checkpoint"):

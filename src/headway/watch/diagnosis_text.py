@@ -76,7 +76,7 @@ def facts(item: Diagnosis) -> Iterator[tuple[str, str]]:
     if item.rank is not None and not item.run:
         yield from _trace_facts(item.rank.device())
         yield from _counted_as_communication(item)
-        yield from _damage(item)
+    yield from _damage(item)
     if item.run is not None:
         rate = item.run.tokens_per_second()
         ranks = fmt.plural(item.run.world_size, "rank")
@@ -140,8 +140,7 @@ def _efficiency(found: Efficiency) -> Iterator[tuple[str, str]]:
 
 
 def _damage(item: Diagnosis) -> Iterator[tuple[str, str]]:
-    assert item.job is not None
-    for rank in item.job.ranks:
+    for rank in item.job.ranks if item.job else ():
         damage = rank.damage
         lost = [f"{count:,} {reason}" for reason, count in damage.lost.items() if count]
         mended = [f"{count:,} {reason}" for reason, count in damage.mended.items() if count]

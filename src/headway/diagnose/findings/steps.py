@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from headway.account.tree import UNACCOUNTED
 from headway.diagnose import cold
 from headway.diagnose.case import Case
 from headway.diagnose.finding import Finding
@@ -52,24 +53,26 @@ def unstable(
     # What has a finding of its own is claimed there; here it would halve that one's claim.
     mine = [(path, ns) for path, ns in causes if within or path not in _CAUSES]
     whole = sum(max(0.0, ns) for _, ns in causes)
-    claims = {path: int(excess * ns / whole) for path, ns in mine} or {"unaccounted": excess}
+    claims = {path: int(excess * ns / whole) for path, ns in mine} or {UNACCOUNTED: excess}
     lower = sum(claims.values()) // 2
     if not on_gpu:
         claims["caches"] = cold.after_waits(len(slow), sum(claims.values()), wall_ns)
+    # What grows is only the rest that no category explains: looking at categories again would tell nothing.
+    unnamed = not causes or causes[0][0] == UNACCOUNTED
     yield Finding(
         name="unstable-steps",
-        title="the step time varies",
+        title="the step time varies, and no category says why" if unnamed else "the step time varies",
         claims=claims,
         lower_ns=lower,
         wall_ns=wall_ns,
         evidence=(
             f"{len(slow)} of {len(walls)} steps take over {_SLOW}× the median of {ms(median)}: "
             + ", ".join(str(names[i]) for i in slow[:6]),
-            "in them grows: " + ", ".join(f"{path} {ms(ns)}" for path, ns in causes) if causes else
-            "no category grows in them: the time is outside what was measured",
+            "in them grows: " + ", ".join(f"{path} {ms(ns)}" for path, ns in causes) if not unnamed else
+            f"what grows in them is outside all that is measured ({ms(excess)})",
         ),
         check="plot the step time: a period points to logging, saving or the collector; none points to data or a rank",
-        remedy="steady-steps",
+        remedy="find-pauses" if unnamed else "steady-steps",
         # What grows may be a finding of its own; this one then only says when.
         within=within,
         symptom="unstable step time",
