@@ -10,6 +10,7 @@ import typer
 
 from headway.cli import bench_diagnose
 from headway.cli.output import print_json
+from headway.cli.paths import out_path
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -54,7 +55,9 @@ def comm(
     sizes: Annotated[str, typer.Option(help="Bytes, e.g. 4K,1M,256M (default: 4K to 16M on CPUs, 1G on GPUs).")] = "",
     seconds: Annotated[float, typer.Option(help="Seconds for each collective, size and group.")] = 0.3,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Write the JSON here, for headway plan calibrate.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(parser=out_path, help="Write the JSON here, for headway plan calibrate.")
+    ] = None,
     json: Json = False,
 ) -> int:
     """Measure all-reduce, all-gather, reduce-scatter and all-to-all by size, with gloo on a CPU and NCCL on GPUs.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headway.cli.output import print_json
+from headway.cli.paths import is_no_input, out_path
 
 if TYPE_CHECKING:
     from headway.diagnose.diagnosis import Diagnosis
@@ -33,7 +34,7 @@ def diagnose(
     device: Annotated[str | None, typer.Option(help="The device's exact name, where the trace lacks it.")] = None,
     window: Annotated[str, typer.Option(help="auto, steps or gpu (first to last GPU event).")] = "auto",
     comm_kernel: Annotated[list[str] | None, typer.Option(help="REGEX of further communication kernels.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Also write one self-contained page here.")] = None,
+    html: Annotated[Path | None, typer.Option(parser=out_path, help="Also write one self-contained page here.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Say where each second went, how sure that is, and what to change first. Exit code 3 where part could not be read.
@@ -57,6 +58,7 @@ def diagnose(
         raise UserError("--slots is used with --tokens; give both")
     if seq_len is not None and model is None:
         raise UserError("--seq-len is used with --model; give both")
+    is_no_input("--html", html, (*inputs, against, memory, model))
     options = Options(window=window, comm_kernels=tuple(comm_kernel or ()))
     mine = open_diagnosis(inputs, options, Said(tokens, slots, memory, model, seq_len, device))
     compared = compare(mine, open_diagnosis([against], options, Said(device=device))) if against is not None else None

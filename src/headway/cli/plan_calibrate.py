@@ -11,7 +11,7 @@ import yaml
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.plan_numbers import in_path, out_path
+from headway.cli.paths import in_path, out_path
 from headway.cli.plan_options import Json, cluster_of, writing
 
 _NAMED = 10  # skipped rows named; --json has them all

@@ -11,7 +11,8 @@ import typer
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.plan_numbers import of, out_path
+from headway.cli.paths import out_path
+from headway.cli.plan_numbers import of
 from headway.cli.plan_options import (
     Calibrate,
     Fix,

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 import typer
 
 from headway.account.errors import UserError
-from headway.cli.plan_numbers import in_path, of
+from headway.cli.paths import in_path
+from headway.cli.plan_numbers import of
 from headway.plan.cluster import Cluster, load_cluster
 from headway.plan.layout import Layout
 from headway.plan.numbers import COUNT, LENGTH, SHARE, WHOLE

@@ -10,7 +10,8 @@ import typer
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.plan_numbers import in_path, of, out_path
+from headway.cli.paths import in_path, out_path
+from headway.cli.plan_numbers import of
 from headway.cli.plan_options import (
     ClusterSpec,
     Fix,

@@ -11,7 +11,8 @@ import typer
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.plan_numbers import in_path, of
+from headway.cli.paths import in_path
+from headway.cli.plan_numbers import of
 from headway.cli.plan_options import Json, skipped_line
 from headway.plan.numbers import WHOLE
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from headway.cli.output import print_json
+from headway.cli.paths import is_no_input, out_path
 
 
 def verify(
@@ -26,7 +27,9 @@ def verify(
     steps: Annotated[int, typer.Option(help="Optimizer steps of each side.", min=1)] = 10,
     held_out: Annotated[int, typer.Option(help="Steps' worth of documents for the loss at the end.", min=1)] = 2,
     seed: Annotated[bool, typer.Option("--seed", help="Also train A with another seed, to show that spread.")] = False,
-    html: Annotated[Path | None, typer.Option(help="Write the plots as one self-contained page.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(parser=out_path, help="Write the plots as one self-contained page.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> int:
     """Train two configurations on the same documents from the same weights; exit code 1 when they disagree.
@@ -42,6 +45,7 @@ def verify(
 
     if b is None and not change and not reference:
         raise UserError("verify: nothing to compare: give a second run file, --change key=value, or --reference")
+    is_no_input("--html", html, (a, b))
     second = load_run(b or a, change or []).config
     first = reference_of(second) if reference else load_run(a).config
     show = sys.stderr.isatty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,13 @@ import orjson
 
 
 def write_atomic(path: Path, content: bytes | str) -> None:
-    """Replaces `path` in one step; a crash leaves the old content or the new one."""
+    """Replaces `path` in one step; a crash leaves the old content or the new one.
+
+    Raises:
+        OSError: it cannot be written, or is a device, a pipe or a socket, which a file would replace.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with aside.open("wb") as file:
