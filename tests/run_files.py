@@ -10,6 +10,7 @@ import annotated_types
 from hypothesis import strategies as st
 
 from headway.account.errors import UserError
+from headway.account.faults import FAULTS
 from headway.config.load import LoadedRun, load_text
 from headway.config.run import RunConfig
 from headway.config.schema import Key, all_keys, members
@@ -68,7 +69,8 @@ FREE = st.recursive(
 )
 FRACTION = st.floats(0, 0.5)
 ALERT = st.fixed_dictionaries({"webhook": st.just("https://a/b")}) | st.fixed_dictionaries(
-    {"command": st.lists(TEXT, min_size=1, max_size=2)}, optional={"faults": st.lists(TEXT, max_size=2)}
+    {"command": st.lists(TEXT, max_size=2).map(lambda words: ["a", *words])},
+    optional={"faults": st.lists(st.sampled_from(FAULTS), max_size=2)},
 )
 SOURCE = st.fixed_dictionaries({"path": PATH}, optional={"weight": st.floats(0.1, 9), "format": st.just("text")})
 
@@ -119,7 +121,7 @@ _TOGETHER = {
     "version", "name", "out", "model.path", "model.config", "data.sources", "data.seq_len", "data.slots", "train.steps",
     "train.epochs", "train.tokens", "train.global_batch_tokens", "train.global_batch_sequences", "optim.betas",
     "schedule.warmup", "schedule.decay", "parallel.ranks", "parallel.fsdp", "parallel.tp", "parallel.pp", "parallel.cp",
-    "parallel.ep", "eval.every", "eval.at_start", "eval.data", "eval.holdout", "alerts.to",
+    "parallel.ep", "checkpoint.allow", "eval.every", "eval.at_start", "eval.data", "eval.holdout", "alerts.to",
     *(key for key in all_keys() if key.startswith("checkpoint.remote.")),
 }  # fmt: skip
 
@@ -148,6 +150,7 @@ def raw_configs(draw: st.DrawFn) -> dict[str, Any]:
     )
     flat |= draw(held_out)
     flat |= draw(st.sampled_from([{}, {"checkpoint.remote.url": "s3://a/b", "checkpoint.remote.keep": 7}]))
+    flat |= draw(st.sampled_from([{}, {"checkpoint.allow": ["seed", "optim"]}]))
     flat["alerts.to"] = draw(st.lists(ALERT, max_size=2))
     raw: dict[str, Any] = {}
     for name, value in flat.items():

@@ -8,7 +8,7 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from headway.config.diff import ABSENT, Change, config_diff, flatten, identity, is_identity
+from headway.config.diff import ABSENT, Change, config_diff, flatten, identity, is_identity, without_effect
 from headway.config.run import RunConfig
 from headway.config.schema import all_keys
 from run_files import config, raw_configs
@@ -51,6 +51,17 @@ FREE = {
     "checkpoint.every", "checkpoint.keep", "checkpoint.resume", "checkpoint.allow", "eval.every", "log.every",
     "hardware.peak_flops",
 }  # fmt: skip
+
+
+def test_keys_without_effect_and_keys_that_follow_another_are_silent() -> None:
+    def silent(one: tuple[str, ...], two: tuple[str, ...]) -> set[str]:
+        return without_effect(identity(config(*one)), identity(config(*two)))
+
+    assert {"optim.muon_lr", "optim.momentum", "data.slots"} <= silent((), ("optim.lr=30",))
+    assert "optim.muon_lr" not in silent((), ("optim.name=muon", "optim.muon_lr=30"))
+    assert "optim.muon_lr" in silent(("optim.name=muon",), ("optim.name=muon", "optim.lr=30"))  # it follows
+    assert "data.slots" not in silent((), ("data.slots=256",))
+    assert "schedule.decay" in silent((), ()) and "schedule.decay" not in silent((), ("schedule.kind=wsd",))
 
 
 def test_what_makes_another_training_and_what_does_not() -> None:

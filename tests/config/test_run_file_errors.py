@@ -6,7 +6,7 @@ import pytest
 
 from headway.config.names import nearest
 from headway.config.problems import as_user_error
-from run_files import LEAST, refusal, without
+from run_files import LEAST, load, refusal, without
 
 
 @pytest.mark.parametrize(
@@ -88,11 +88,31 @@ def test_nearest_name(wrong: str, right: str | None) -> None:
         ("version=2", "version: given 2 (this Headway reads format 1; use the version that wrote this"),
         ("name=a/b", "name: given a/b (not a folder name"),
         ("name=..", "name: given .. (not a folder name"),
+        ("alerts.to=[{webhook: notaurl}]", "alerts.to[0].webhook: given notaurl (no http:// or https:// address of a host); allowed"),
+        ("alerts.to=[{webhook: 'https://'}]", "alerts.to[0].webhook: given https:// (no http:// or https:// address of a"),
+        ("alerts.to=[{command: []}]", "alerts.to[0].command: given [] (names no program); allowed: a list of a program"),
+        ("alerts.to=[{command: [' ']}]", "alerts.to[0].command: given [' '] (names no program)"),
+        ("alerts.to=[{command: [a], faults: [hag]}]", "alerts.to[0].faults: given [hag] (no fault is called 'hag'; did you mean 'hang'?)"),
+        ("alerts.to=[{command: [a], faults: [zz]}]", "alerts.to[0].faults: given [zz] (no fault is called 'zz'); allowed: a list of names of faults: hang,"),
+        ("checkpoint.allow=[optim.lrr]", "checkpoint.allow: optim.lrr is no key that a resume compares; did you mean optim.lr?"),
+        ("checkpoint.allow=[log.every]", "checkpoint.allow: log.every may differ anyway: no resume compares it"),
+        ("checkpoint.allow=[content of data]", "checkpoint.allow: content of data is no key that"),
+        ("checkpoint.remote.url=notaurl", "checkpoint.remote.url: given notaurl (no URL: it has no protocol://); allowed: a URL like s3://"),
+        ("checkpoint.remote.url=s3:/b", "checkpoint.remote.url: given s3:/b (no URL"),
+        ("checkpoint.remote.url=nosuch://b", "checkpoint.remote.url: given nosuch://b (no protocol is called nosuch); allowed"),
+        ("checkpoint.remote.url=gss://b", "checkpoint.remote.url: given gss://b (no protocol is called gss; did you mean gs?)"),
         ("seed=-1", "seed: given -1; allowed: a whole number ≥ 0, < 2^63"),
     ],
 )  # fmt: skip
 def test_wrong_values_name_the_override(override: str, message: str) -> None:
     assert refusal(override).startswith(f"override {override}: {message}")
+
+
+def test_right_addresses_and_permissions_pass() -> None:
+    for url in ("s3://b/a", "gs://b", "file:///a", "/a/b", "simplecache::s3://b"):
+        load(f"checkpoint.remote.url={url}")
+    load("checkpoint.allow=[seed, optim, data.sources, model.lora.rank, code.torch, content of data source 0, eval]")
+    load("alerts.to=[{webhook: 'http://h:80/x', faults: [hang, slow rank]}]")
 
 
 def test_wrong_values_name_their_line() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from headway.config.base import Section, fault
+from headway.account.faults import FAULTS
+from headway.config.base import Section, fault, marks
 
 
 class AlertConfig(Section):
@@ -14,8 +17,8 @@ class AlertConfig(Section):
 
     webhook: str | None = Field(
         default=None,
-        pattern=r"^https?://",
         description="Address that incidents are posted to as JSON; null where a command is given.",
+        json_schema_extra=marks(allowed="an address like https://host/path, or null"),
     )
     shape: Literal["plain", "slack", "dingtalk"] = Field(
         default="plain",
@@ -24,13 +27,38 @@ class AlertConfig(Section):
     )
     command: list[str] | None = Field(
         default=None,
-        min_length=1,
         description="Program and arguments that are started with the incident as JSON on standard input.",
+        json_schema_extra=marks(allowed="a list of a program and its arguments, e.g. [mail, me@host], or null"),
     )
     faults: list[str] = Field(
         default_factory=list,
-        description="Only faults with these names are told; empty for all.",
+        description="Only faults with these names (docs/faults.md) are told; empty for all.",
+        json_schema_extra=marks(allowed=f"a list of names of faults: {', '.join(FAULTS)}"),
     )
+
+    @field_validator("webhook")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        parts = urlsplit(value or "")
+        if value is not None and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError("no http:// or https:// address of a host")
+        return value
+
+    @field_validator("command")
+    @classmethod
+    def _names_a_program(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and not (value and value[0].strip()):
+            raise ValueError("names no program")
+        return value
+
+    @field_validator("faults")
+    @classmethod
+    def _exist(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if name not in FAULTS:
+                near = difflib.get_close_matches(name, FAULTS, n=1)
+                raise ValueError(f"no fault is called {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+        return value
 
     @model_validator(mode="after")
     def _one_way(self) -> AlertConfig:

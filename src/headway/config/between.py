@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headway.config.base import fault
+from headway.config.checkpoint import COMPARED_BESIDES
+from headway.config.layers import is_within
 
 if TYPE_CHECKING:
     from headway.config.run import RunConfig
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 def check_between_sections(config: RunConfig) -> None:
     """Raises a fault that names the key when sections contradict each other."""
     _global_batch_is_whole(config)
+    _allows_what_is_compared(config)
     if config.train.steps is not None:
         misfit = config.schedule.misfit(config.train.steps)
         if misfit:
@@ -30,6 +33,22 @@ def _global_batch_is_whole(config: RunConfig) -> None:
     raise fault(
         "train.global_batch_tokens", f"{size} is not a multiple of {name} = {unit}; the nearest that is: {nearest}"
     )
+
+
+def _allows_what_is_compared(config: RunConfig) -> None:
+    from headway.config.names import nearest
+    from headway.config.schema import all_keys
+
+    compared = {name for name, key in all_keys().items() if key.identity}
+    for name in config.checkpoint.allow:
+        inside = any(is_within(key, name) or is_within(name, key) for key in compared)
+        if inside or COMPARED_BESIDES.fullmatch(name):
+            continue
+        if name in all_keys():
+            raise fault("checkpoint.allow", f"{name} may differ anyway: no resume compares it; take it out")
+        meant = nearest(name)
+        near = f"; did you mean {meant}?" if meant else "; `headway train --show` lists all keys"
+        raise fault("checkpoint.allow", f"{name} is no key that a resume compares{near}")
 
 
 def surprises(config: RunConfig) -> list[str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from headway.config.base import Section, marks
 
@@ -18,6 +20,7 @@ class RemoteConfig(Section):
         min_length=1,
         description="Any fsspec URL, e.g. s3://bucket/runs; the run's name is added. The library of its protocol "
         "(s3fs, gcsfs, …) must be installed.",
+        json_schema_extra=marks(allowed="a URL like s3://bucket/folder or file:///folder, or an absolute path"),
     )
     every: int | None = Field(
         default=None,
@@ -34,6 +37,28 @@ class RemoteConfig(Section):
         ge=0,
         description="Seconds that one upload may wait between retries before it is given up.",
     )
+
+    @field_validator("url")
+    @classmethod
+    def _is_a_place(cls, value: str) -> str:
+        # fsspec takes any other text for a folder below the current one.
+        if value.startswith("/"):
+            return value
+        protocols = re.match(r"(?:[\w.+-]+::)*[\w.+-]+(?=://.)", value)
+        if protocols is None:
+            raise ValueError("no URL: it has no protocol://")
+        for protocol in protocols.group().split("::"):
+            if protocol not in known_protocols():
+                near = difflib.get_close_matches(protocol, known_protocols(), n=1)
+                raise ValueError(f"no protocol is called {protocol}{f'; did you mean {near[0]}?' if near else ''}")
+        return value
+
+
+def known_protocols() -> list[str]:
+    """The protocols of URLs that fsspec knows, installed or not."""
+    import fsspec
+
+    return list(fsspec.available_protocols())
 
 
 class CheckpointConfig(Section):
@@ -98,5 +123,14 @@ class CheckpointConfig(Section):
         default_factory=list,
         description="Keys that may differ from the checkpoint's run without the resume being refused, e.g. "
         "[train.steps].",
-        json_schema_extra=marks(allowed="a list of keys or sections"),
+        json_schema_extra=marks(
+            allowed="a list of keys that are marked ● or sections, or of names that a refusal gave"
+        ),
     )
+
+
+COMPARED_BESIDES = re.compile(
+    r"(?:(?:number|content|documents|weight) of data sources?( \d+)?|sequences per step|frozen base weights"
+    r"|version of the order of documents|eval\.holdout seed|(?:code|architecture)(\..+)?)"
+)
+"""What a resume compares and is no key of the run file: names in the identity of `train.resume`."""

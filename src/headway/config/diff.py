@@ -38,6 +38,24 @@ def identity(config: RunConfig) -> dict[str, Any]:
     return {key: value for key, value in flatten(as_plain(config)).items() if is_identity(key)}
 
 
+def without_effect(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
+    """Identity keys that need not agree: in both trainings, nothing uses them, or they follow another key's value (and
+    that one is compared)."""
+    return _silent(before) & _silent(after)
+
+
+def _silent(values: Mapping[str, Any]) -> set[str]:
+    following = ((key, str(spec.marks.get("derived", ""))) for key, spec in all_keys().items() if key in values)
+    found = {key for key, source in following if source in values and values[key] == values[source]}
+    if values.get("optim.name") != "muon":
+        found |= {"optim.muon_lr", "optim.momentum"}
+    if values.get("schedule.kind") != "wsd":
+        found.add("schedule.decay")
+    if values.get("schedule.kind") == "constant":
+        found.add("schedule.min_ratio")
+    return found
+
+
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one mapping by dotted key; lists and empty mappings stay values."""
     found: dict[str, Any] = {}

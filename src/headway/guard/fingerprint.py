@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 from headway.account.errors import Refused, UserError
@@ -13,18 +13,21 @@ _ABSENT = "(absent)"
 _SHOWN = 60
 
 
-def refuse_changed(saved: dict[str, Any], now: dict[str, Any], *, allow: set[str] | bool = False) -> list[str]:
+def refuse_changed(
+    saved: dict[str, Any], now: dict[str, Any], *, allow: set[str] | bool = False, known: Set[str] = frozenset()
+) -> list[str]:
     """Compares two fingerprints (nested dicts of JSON values) and refuses differences that were not allowed.
 
     Returns the differences that were allowed, each as "key: saved → now", so that the caller can record them.
-    `allow` is True (everything), or a set of dotted keys; a key allows everything below it.
+    `allow` is True (everything), or a set of dotted keys; a key allows everything below it. `known`: names in `allow`
+    that are right although neither side has them (keys that have no effect here).
 
     Raises Refused, one line listing every difference that is not allowed; UserError for a key in `allow` that neither
     side has, because a misspelt one would allow nothing without a word.
     """
     old, new = dict(_leaves(_as_json(saved))), dict(_leaves(_as_json(now)))
     if not isinstance(allow, bool):
-        _check_names(allow, old.keys() | new.keys())
+        _check_names(allow - known, old.keys() | new.keys())
     changed = [
         key for key in sorted(old.keys() | new.keys()) if not _same(old.get(key, _ABSENT), new.get(key, _ABSENT))
     ]

@@ -64,7 +64,7 @@ class ObjectStore:
         try:
             self.fs, self.root = fsspec.core.url_to_fs(url)
         except Exception as problem:
-            raise CheckpointFailed(f"{url}: {problem}") from problem
+            raise CheckpointFailed(str(problem)) from problem
         self.url = url
         known = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
         self._buckets = bool(known & _BUCKETS)

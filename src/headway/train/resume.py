@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 from headway.account.errors import Refused, UserError
 from headway.account.totals import Totals
 from headway.config.diff import identity as config_identity
+from headway.config.diff import without_effect
 from headway.config.run import RunConfig
+from headway.config.schema import all_keys
 from headway.data.global_batch import Position
 from headway.data.stream import Stream
 from headway.guard.checkpoint import CheckpointStore
@@ -67,6 +70,8 @@ def run_identity(config: RunConfig, stream: Stream, model_config: dict[str, Any]
 
 _KNOWN_LATE = ("architecture", "frozen base weights")
 _CODE = "code"
+_HOLDOUT_SEED = "eval.holdout seed"
+"""The run's seed once more: who allows another one is not asked twice."""
 
 
 def compare(saved: dict[str, Any], now: dict[str, Any], allow: set[str]) -> list[str]:
@@ -74,9 +79,24 @@ def compare(saved: dict[str, Any], now: dict[str, Any], allow: set[str]) -> list
     a run must not end at a restart because somebody has edited a checkout). Raises Refused."""
     before, here = dict(saved.get(_CODE, {})), dict(now[_CODE])
     source = before.pop(SOURCE, None), here.pop(SOURCE)
-    older = {**saved, _CODE: before or here}  # a checkpoint of before the code was kept says nothing of it
-    told = refuse_changed(older, {**now, _CODE: here}, allow=allow)
+    silent = without_effect(saved, now) | {_HOLDOUT_SEED}
+    older = {key: value for key, value in saved.items() if key not in silent}
+    newer = {key: value for key, value in now.items() if key not in silent}
+    older[_CODE], newer[_CODE] = before or here, here  # a checkpoint of before the code was kept says nothing of it
+    told = refuse_changed(
+        older, newer, allow=_spelt_out(allow, saved.keys() | now.keys()), known=allow & all_keys().keys()
+    )
     return told + ([f"code.{SOURCE}: {source[0]} → {source[1]}"] if source[0] not in (None, source[1]) else [])
+
+
+def _spelt_out(allow: set[str], keys: Set[str]) -> set[str]:
+    """With the names under which the contents of an allowed key's files are compared."""
+    found = set(allow)
+    if found & {"data", "data.sources"}:
+        found |= {key for key in keys if " data source" in key}
+    if found & {"model", "model.path", "model.config"}:
+        found |= set(_KNOWN_LATE)
+    return found
 
 
 def refuse_early(config: RunConfig, stream: Stream, found: Found | None) -> None:
