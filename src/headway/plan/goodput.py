@@ -175,6 +175,7 @@ def predict(job: Reliability) -> Goodput:
     for tier, interval, share in zip(job.tiers, intervals, served, strict=True):
         running *= _stretch(per_s * share, interval.used_s / speed, tier.save_s, tier.lag_s)
         save += productive * tier.save_s / (interval.used_s / speed) if interval.used_s else 0.0
+    running *= 1 - _from_farther(job, per_s, [item.used_s / speed for item in intervals])
     rework = running - productive - save
     phases = [_phases(per_s, job.detect_s, job.restart_s, tier.load_s) for tier in job.tiers]
     shares = [share if per_s else 0.0 for share in served]
@@ -185,16 +186,17 @@ def predict(job: Reliability) -> Goodput:
     detect, restart, reload = ((wall - running) * part / total if total else 0.0 for part in down)
     # Announced restarts, and those that replace slow nodes: nothing is lost, but the wall clock runs on.
     planned = job.planned_per_day / 86400 + job.slow_per_s
-    each = job.tiers[0].lag_s + job.restart_s + job.tiers[0].load_s  # the save must be durable first
-    share = planned * (math.expm1(per_s * each) / per_s if per_s else each)
-    if share >= 1:
-        wall = math.inf
-    if math.isfinite(wall) and planned:
-        extra = wall * share / (1 - share)
-        wall += extra
-        save += extra * job.tiers[0].lag_s / each if each else 0.0
-        restart += extra * job.restart_s / each if each else 0.0
-        reload += extra * job.tiers[0].load_s / each if each else 0.0
+    if planned and math.isfinite(wall):
+        stop = _planned_stop(job, per_s, [item.used_s / speed for item in intervals], total, transform, wall * speed)
+        share = planned * sum(stop)
+        wall = wall / (1 - share) if share < 1 else math.inf
+    if planned and math.isfinite(wall):
+        waited, stood, read, again, recovered = (planned * wall * seconds for seconds in stop)
+        save += waited
+        rework += again
+        restart += stood + (recovered * down[1] / total if total else 0.0)
+        reload += read + (recovered * down[2] / total if total else 0.0)
+        detect += recovered * down[0] / total if total else 0.0
     return Goodput(
         wall=wall,
         productive=productive,
@@ -206,6 +208,48 @@ def predict(job: Reliability) -> Goodput:
         intervals=intervals,
         per_s=per_s,
     )
+
+
+def _from_farther(job: Reliability, per_s: float, running_s: list[float]) -> float:
+    """Share of the running time that is not lost because a farther tier's copy is sometimes the newer one.
+
+    Copies of two tiers are as old as U(0, t) + L and U(0, s) + M at a failure: the newest is on average
+    (t + L - M)^3 / (6 t s) younger than the nearer tier's.
+    """
+    saved = 0.0
+    tiers = list(zip(job.tiers, job.served(), running_s, strict=True))
+    for (near, share, often), (far, _, seldom) in pairwise(tiers):
+        if 0 < often <= seldom < math.inf:
+            saved += per_s * share * max(0.0, often + near.lag_s - far.lag_s) ** 3 / (6 * often * seldom)
+    return min(saved, 0.5)
+
+
+def _planned_stop(
+    job: Reliability, per_s: float, running_s: list[float], down: float, transform: float, stretch: float
+) -> tuple[float, float, float, float, float]:
+    """Expected seconds of one announced restart: (save made durable, restart, reload; work again, recovery).
+
+    The last two are those of a hard failure that comes while it stands still (and ends it): the nearest tier has just
+    been saved, but a failure that this tier does not survive goes back to a farther one's copy, half its interval and
+    its lag old. `running_s` are the tiers' intervals as they run, `stretch` the wall clock of a second of steps.
+    """
+    saves = [1 / every if every else math.inf for every in running_s]
+    every = sum(saves)
+    usual = every > 0 and math.isfinite(every)
+    # The restart comes at the next save, of whichever tier that is.
+    lag = sum(tier.lag_s * n / every for tier, n in zip(job.tiers, saves, strict=True)) if usual else job.tiers[0].lag_s
+    ends = (lag, lag + job.restart_s, lag + job.restart_s + job.tiers[0].load_s)
+    waited, stood, read = (_alone(per_s, end) for end in ends)
+    if not per_s:
+        return waited, stood - waited, read - stood, 0.0, 0.0
+    hit = -math.expm1(-per_s * ends[2])
+    again = -math.expm1(-per_s * lag) * min(running_s) if math.isfinite(min(running_s)) else 0.0
+    for tier, share, interval in list(zip(job.tiers, job.served(), running_s, strict=True))[1:]:
+        again += hit * share * (interval / 2 + tier.save_s / 2 + tier.lag_s) if math.isfinite(interval) else 0.0
+    if usual:  # the interval that follows starts with a durable copy: what its lag would have cost is saved
+        for tier, share, interval, n in zip(job.tiers, job.served(), running_s, saves, strict=True):
+            again -= n / every * math.expm1(per_s * share * tier.lag_s) * (interval if n else 0.0)
+    return waited, stood - waited, read - stood, again * stretch, hit * down / transform
 
 
 def band(job: Reliability) -> tuple[float, float]:
