@@ -103,7 +103,7 @@ def test_planted_rates_and_links_come_back_in_a_prediction(tmp_path: Path) -> No
             for op in ("all_reduce", "all_gather")
             for size in (1e5, 6e8, 1e9)
         ),
-        entry("reduce_scatter", 1e9, 4e10, nodes=2, ranks=16),
+        entry("reduce_scatter", 1e9, 8 * 4e10, nodes=2, ranks=16),
     ]
     keys = cluster_keys(entries, c, "x")
     assert keys["measured_bf16_tflops"] == pytest.approx(700) and keys["bandwidth_gbs"] * c.hbm == pytest.approx(3000)

@@ -67,6 +67,8 @@ def _one_plus_w0(ratio: float) -> float:
     With y = 1 + W the equation reads y + ln(1 - y) = -r. For small r the series of y starts with sqrt(2 r); Newton on
     this form keeps every digit where `1 + lambert_w0` would have lost half of them.
     """
+    if ratio > 35:  # a save longer than any gap between failures: exp(-1 - r) is below the last digit of 1
+        return 1.0
     y = math.sqrt(2 * ratio) * (1 - math.sqrt(2 * ratio) / 3) if ratio < 0.2 else 1 - math.exp(-1 - ratio)
     for _ in range(64):
         # d/dy [y + ln(1 - y)] = -y / (1 - y)

@@ -84,6 +84,9 @@ class Built:
     mtp_layers: int
 
 
+_MOST_LAYERS = 10_000  # ten times DeepNet's 1,000 (arXiv 2203.00555): beyond it a typing error
+
+
 def build(config: Mapping[str, Any], families: Mapping[str, Family]) -> Built:
     """Layers, matrices and vectors of the model that `config` describes.
 
@@ -101,6 +104,11 @@ def build(config: Mapping[str, Any], families: Mapping[str, Family]) -> Built:
     if keys.flag("use_bidirectional_attention"):
         raise UserError(f"config.json ({model_type}): use_bidirectional_attention is true; this is no causal model")
     hidden, vocab, count = keys.number("hidden_size"), keys.number("vocab_size"), keys.number("num_hidden_layers")
+    if count > _MOST_LAYERS:
+        raise UserError(
+            f"config.json ({model_type}): key {keys.name('num_hidden_layers')!r} is {count}; "
+            f"give at most {_MOST_LAYERS:,}"
+        )
     embed_dim = keys.optional("word_embed_proj_dim") or hidden if family.projected_embedding else hidden
     outer: tuple[Weight, ...] = ()
     if embed_dim != hidden:

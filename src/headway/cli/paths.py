@@ -44,6 +44,8 @@ def _problem(path: Path, said: str) -> str:
     above = next((one for one in path.absolute().parents if one.exists()), Path("/"))
     if not above.is_dir():
         return f"cannot be written: {above} is no folder"
+    if above == Path(above.anchor) and path.absolute().parent != above:
+        return f"cannot be written: {path.absolute().parent} does not exist; make it first"
     if not os.access(path if path.exists() else above, os.W_OK):
         return "cannot be written: permission denied"
     return ""

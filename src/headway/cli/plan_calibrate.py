@@ -11,7 +11,7 @@ import yaml
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.paths import in_path, out_path
+from headway.cli.paths import in_path, is_no_input, out_path
 from headway.cli.plan_options import Json, cluster_of, writing
 
 _NAMED = 10  # skipped rows named; --json has them all
@@ -39,6 +39,7 @@ def calibrate(
     missing = [path for path in source if not path.exists()]
     if missing:
         raise UserError(f"{missing[0]}: no such file or folder")
+    is_no_input("--out", out, source)
     if any(path.suffix == ".json" for path in source):
         _from_bench(source, cluster, out, json)
     else:
@@ -89,14 +90,17 @@ def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
 
 
 def _from_bench(source: list[Path], cluster: str, out: Path | None, json: bool) -> None:
-    from headway.plan.bench_file import cluster_keys, read_bench
+    from headway.plan.bench_file import check_measured, cluster_keys, read_bench
     from headway.plan.constants import default_constants
 
-    entries = [entry for path in source for entry in read_bench(path)]
+    read = [(path, read_bench(path)) for path in source]
+    entries = [entry for _, found in read for entry in found]
     if not cluster:
         raise UserError("bench JSON needs --cluster, the machine it was measured on, e.g. --cluster H100x64")
     machines = cluster_of(cluster)
     keys = cluster_keys(entries, default_constants(), str(source[0]))
+    for path, found in read:
+        check_measured(found, keys, machines, str(path))
     content: dict[str, Any] = {"device": machines.device.name, "gpus": machines.gpus, **keys}
     text = yaml.safe_dump(content, sort_keys=False)
     if out is not None:

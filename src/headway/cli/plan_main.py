@@ -11,7 +11,7 @@ import typer
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
-from headway.cli.paths import out_path
+from headway.cli.paths import is_no_input, out_path
 from headway.cli.plan_numbers import of
 from headway.cli.plan_options import (
     Calibrate,
@@ -98,6 +98,7 @@ def plan(
         raise UserError(f"--objective {objective!r} is unknown; nearest: {', '.join(near)}")
     if (deadline or budget is not None) and not tokens:
         raise UserError("--deadline and --budget need --tokens, the length of the run")
+    is_no_input("--html", html, (Path(model), *map(Path, cluster), calibrate))
     machines = [cluster_of(spec) for spec in cluster]
     if price:
         machines = [replace(one, price_per_hour=price) for one in machines]

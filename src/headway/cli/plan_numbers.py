@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import typer
 
+from headway.account.errors import UserError
 from headway.plan.numbers import Kind
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from headway.account.errors import UserError
+from headway.plan.cluster import Cluster, find_device
 from headway.plan.constants import Constants
 from headway.plan.numbers import POSITIVE
 
@@ -25,6 +26,8 @@ _VOLUME = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_to_all": lambda n: (n - 1) / n,
 }
+# How far above a datasheet a measurement may lie: clocks; the share of a link it is divided by; other network cards.
+_ABOVE, _SHARES, _PORTS = 1.05, 1.6, 8.0
 _DTYPES = {"bf16": "measured_bf16_tflops", "fp16": "measured_bf16_tflops", "fp8": "measured_fp8_tflops"}
 
 
@@ -79,10 +82,58 @@ def _bus(entries: Sequence[Mapping[str, Any]], where: str) -> float | None:
             raise UserError(f"{where}: op {op!r} is unknown; nearest: {', '.join(_VOLUME)}")
         size, seconds = _positive(item, "bytes", where), _positive(item, "seconds", where)
         if ranks > 1:
-            rates.append((size, _VOLUME[op](ranks) * size / seconds))
+            rates.append((size, _wire(item, where) * size / seconds))
     largest = max((size for size, _ in rates), default=0.0)
     large = [rate for size, rate in rates if size >= largest / 2]
     return statistics.median(large) if large else None
+
+
+def _wire(item: Mapping[str, Any], where: str) -> float:
+    """Bytes through one rank's link over the buffer's. Between nodes a ring runs over the ports of all its ranks on a
+    node at once, and an all-to-all sends only what leaves the node through its own (collectives.py)."""
+    op, ranks = str(item["op"]), _positive(item, "ranks", where)
+    nodes = _positive({"nodes": 1, **item}, "nodes", where)
+    if nodes <= 1:
+        return _VOLUME[op](ranks)
+    inside = max(1.0, ranks / nodes)
+    return (ranks - inside) / ranks if op == "all_to_all" else _VOLUME[op](ranks) / inside
+
+
+def check_measured(
+    entries: Sequence[Mapping[str, Any]], keys: Mapping[str, float], cluster: Cluster, where: str
+) -> None:
+    """Raises UserError where the entries are of another device than the cluster's, or faster than its datasheet."""
+    device = cluster.device
+    for item in entries:
+        name = str(item.get("device") or "")
+        found = _device_called(name)
+        if name and found != device.name:
+            known = f"which is {found}" if found else "no device that is known"
+            raise UserError(
+                f"{where}: measured on {name!r}, {known}; --cluster says {device.name}: give the one it was"
+            )
+        if item.get("backend") == "gloo":
+            raise UserError(
+                f"{where}: collectives over gloo, between CPUs; --cluster says {device.name}: measure with nccl"
+            )
+    sheet = {
+        "measured_bf16_tflops": (_ABOVE, device.rates.get("bf16", 0) / 1e12),
+        "measured_fp8_tflops": (_ABOVE, device.rates.get("fp8", 0) / 1e12),
+        "bandwidth_gbs": (_SHARES, device.bandwidth / 1e9),
+        "link_gbs": (_SHARES, device.link / 1e9),
+        "inter_node_gbs": (_PORTS, cluster.inter_node / 1e9),
+    }
+    for key, (times, most) in sheet.items():
+        if keys.get(key, 0.0) > times * most:
+            said = f"{device.name} has {most:,.0f}" if most else f"{device.name} has none"
+            raise UserError(f"{where}: {key} of {keys[key]:,.0f} cannot be, {said}; is it of another machine?")
+
+
+def _device_called(name: str) -> str | None:
+    try:
+        return find_device(name).name
+    except UserError:
+        return None
 
 
 def _latency(entries: Sequence[Mapping[str, Any]], speed: float, where: str) -> float | None:
@@ -91,7 +142,7 @@ def _latency(entries: Sequence[Mapping[str, Any]], speed: float, where: str) -> 
     found = []
     for item in entries:
         ranks, size, seconds = (_positive(item, key, where) for key in ("ranks", "bytes", "seconds"))
-        moving = _VOLUME[str(item["op"])](ranks) * size / speed
+        moving = _wire(item, where) * size / speed
         if ranks > 1 and moving < seconds / 4:
             found.append((seconds - moving) / math.log2(ranks) / (2 if item["op"] == "all_reduce" else 1))
     return statistics.median(found) if found else None

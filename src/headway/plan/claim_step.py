@@ -69,6 +69,9 @@ def _mfu(claim: Claim, device: Device | None) -> Iterator[Finding]:
     if compute:
         says += f"; {shares[0] * step / compute:.1%} of the {compute:g} s of compute alone"
     claimed = claim.numbers.get("mfu")
+    if shares[0] > 1 or (compute and shares[0] * step > compute):
+        yield Finding("MFU", "does not fit", f"{says}: no device runs above its peak")
+        return
     if claimed is None:
         yield Finding("MFU", "follows", says)
         return
@@ -231,6 +234,9 @@ def _later(claim: Claim, device: Device | None) -> Iterator[Finding]:
         low, _ = flops_per_token(claim.numbers.get("active_parameters", sizes[1]), sizes[3])
         share = low * sizes[2] * sizes[3] / (sizes[0] * rate_of(device, claim.precision) * after)
         says += f", MFU {share:.1%}"
+        if share > 1:
+            yield Finding("after tuning", "does not fit", f"{says}: no device runs above its peak")
+            return
     if not compute:
         yield Finding("after tuning", "follows", says)
         return

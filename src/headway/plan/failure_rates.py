@@ -46,6 +46,8 @@ class FailureRate:
         return 86400 / (self.mean * gpus) if self.mean > 0 else math.inf
 
     def line(self, gpus: int) -> str:
+        if self.high <= 0:
+            return f"failure rate 0 per GPU-day ({self.basis}): no failure of a GPU is expected"
         hours = [86400 / (rate * gpus) / 3600 if rate > 0 else math.inf for rate in (self.high, self.mean, self.low)]
         return (
             f"failure rate {self.mean:.2e} per GPU-day (90 % band {self.low:.2e} … {self.high:.2e}; {self.basis}): "

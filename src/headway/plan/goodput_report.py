@@ -14,6 +14,7 @@ from headway.plan.goodput import Goodput, Reliability, Tier, band, predict
 from headway.plan.goodput_sim import Spread, simulate_many
 from headway.plan.numbers import AMOUNT, PART, POSITIVE
 
+_EVENTS = 100_000  # of each simulated run: about a second
 _KEYS = {"save": "save_s", "lag": "lag_s", "load": "load_s", "survives": "survives", "interval": "interval_s"}
 
 
@@ -39,6 +40,7 @@ class GoodputReport:
     repair_s: float
     price: float | None
     simulated: Spread | None
+    simulated_s: float | None = None  # seconds of healthy work of each simulated run
 
     def to_dict(self) -> dict[str, Any]:
         wall = self.found.wall * self.work_s
@@ -85,7 +87,9 @@ class GoodputReport:
         yield f"spare nodes: {self.spares} keep the wait for a machine under 1 % (repair {self.repair_s / 3600:g} h)"
         if self.simulated:
             s = self.simulated
-            yield f"simulated: ETTR {s.mean:.1%} ± {s.error:.2%} ({s.low:.1%} … {s.high:.1%} over {s.runs} runs)"
+            days = f", each cut off after {(self.simulated_s or 0) / 86400:.3g} days of work: {_EVENTS:,} events"
+            cut = days if (self.simulated_s or 0) < self.work_s else ""
+            yield f"simulated: ETTR {s.mean:.1%} ± {s.error:.2%} ({s.low:.1%} … {s.high:.1%} over {s.runs} runs{cut})"
         yield (
             f"assumed: failures Poisson and independent, also during recovery; {job.detect_s:g} s to notice, "
             f"{job.restart_s:g} s to restart; a failure before a save is durable falls back to the one before"
@@ -102,10 +106,31 @@ def report(job: Reliability, work_s: float, price: float | None, repair_s: float
     worst, best = band(job)
     worth = tuple(sorted(_worth(job, found, work_s), key=lambda item: -item.points))
     node_failures_s = job.rate.mean * job.gpus / 86400
-    runs = simulate_many(job, max(work_s, 200 / job.per_s if job.per_s else work_s), 6, 1) if simulate else None
+    simulated_s = min(max(work_s, 200 / job.per_s if job.per_s else work_s), _EVENTS / _events(job, found))
+    runs = simulate_many(job, simulated_s, 6, 1) if simulate else None
     account = found.account(work_s)
     spares = _spares(node_failures_s * repair_s)
-    return GoodputReport(job, work_s, found, worst, best, account, worth, spares, repair_s, price, runs)
+    return GoodputReport(
+        job,
+        work_s,
+        found,
+        worst,
+        best,
+        account,
+        worth,
+        spares,
+        repair_s,
+        price,
+        runs,
+        simulated_s if simulate else None,
+    )
+
+
+def _events(job: Reliability, found: Goodput) -> float:
+    """Failures, restarts and saves of a second of healthy work, what simulating it costs."""
+    saves = sum(1 / item.used_s for item in found.intervals if item.used_s)
+    repeated = 1 + found.rework / found.productive
+    return (job.per_s + job.slow_per_s + job.planned_per_day / 86400) * found.wall + saves * repeated + 1e-12
 
 
 def _why_never(job: Reliability) -> str:

@@ -45,8 +45,12 @@ def delta_shape(config: Mapping[str, Any]) -> ModelShape:
 def _types(config: Mapping[str, Any]) -> list[str]:
     count = _whole(config, "num_hidden_layers")
     listed = config.get("layer_types")
+    if count > 10_000:
+        raise UserError(f"config.json (qwen3_next): key 'num_hidden_layers' is {count}; give at most 10,000")
     if isinstance(listed, list) and listed:
-        return [str(name) for name in listed][:count]
+        if len(listed) != count:
+            raise UserError(f"config.json (qwen3_next): layer_types has {len(listed)} entries for {count} layers")
+        return [str(name) for name in listed]
     every = _whole(config, "full_attention_interval", 4)
     return ["linear_attention" if (n + 1) % every else "full_attention" for n in range(count)]
 

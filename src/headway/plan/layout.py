@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -157,6 +158,7 @@ def check(layout: Layout, shape: ModelShape, cluster: Cluster, seq: int, global_
 
 
 def _divisors(number: int, near: int) -> str:
-    every = [value for value in range(1, number + 1) if number % value == 0]
+    low = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
+    every = sorted({*low, *(number // value for value in low)})
     closest = sorted(sorted(every, key=lambda value: abs(value - near))[:3])
     return ", ".join(map(str, closest))

@@ -1,0 +1,127 @@
+"""What a newcomer typed and got an answer to that he should not have: each ends in one line that names the key."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from headway.account.checkpoint_interval import exact
+from headway.account.errors import UserError
+from headway.cli.main import _join_commands, _run
+from headway.plan.bench_file import check_measured, cluster_keys
+from headway.plan.cluster import load_cluster
+from headway.plan.constants import default_constants
+from headway.plan.workload import load_model
+
+_join_commands()
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = _run(["plan", *words], debug=False)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+CLAIM = ("device=H100", "gpus=8", "parameters=8e9", "global_batch=128", "seq=8192")
+
+
+@pytest.mark.parametrize(
+    ("words", "bad"),
+    [
+        ((*CLAIM, "step_s=0.1"), True),
+        ((*CLAIM, "step_s=13", "account.compute=5"), True),  # 49 % of the step, 127 % of its compute
+        ((*CLAIM, "step_s=13", "later_step_s=2"), True),
+        ((*CLAIM, "step_s=13"), False),
+    ],
+)
+def test_more_than_the_peak_is_a_contradiction(
+    words: tuple[str, ...], bad: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(capsys, "check-claim", *words)
+    assert code == bad and ("no device runs above its peak" in out) == bad
+
+
+def bench(**changes: object) -> list[dict[str, object]]:
+    return [{"op": "all_reduce", "ranks": 16, "nodes": 2, "bytes": 2**30, "seconds": 6e-3, **changes}]
+
+
+def test_a_ring_over_whole_nodes_uses_all_their_ports() -> None:
+    c = default_constants()
+    per_gpu = 2 * 15 / 16 * 2**30 / 6e-3 / 8 / 1e9
+    assert cluster_keys(bench(), c, "x")["inter_node_gbs"] * c.inter == pytest.approx(per_gpu)
+    alone = cluster_keys(bench(ranks=2, seconds=25e-3), c, "x")["inter_node_gbs"]  # one rank a node: one port
+    assert alone * c.inter == pytest.approx(2**30 / 25e-3 / 1e9)
+    tokens = cluster_keys(bench(op="all_to_all", seconds=12e-3), c, "x")["inter_node_gbs"]
+    assert tokens * c.inter == pytest.approx(2**29 / 12e-3 / 1e9)  # half of it leaves the node, each rank its own
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ([{"device": "AMD EPYC 9354", "dtype": "bf16", "flops": 1e11}], "EPYC.* --cluster says H100-SXM-80GB"),
+        ([{"device": "NVIDIA A100-SXM4-80GB", "dtype": "bf16", "flops": 2e14}], "which is A100-SXM-80GB"),
+        ([{"device": "NVIDIA H100 80GB HBM3", "dtype": "bf16", "flops": 5e15}], "measured_bf16_tflops of 5,000"),
+        ([{"device": "NVIDIA H100 80GB HBM3", "dtype": "bf16", "flops": 7e14, "bandwidth": 9e12}], "bandwidth_gbs"),
+        (bench(nodes=1, ranks=8, backend="gloo"), "over gloo"),
+        (bench(seconds=6e-5), "inter_node_gbs of"),
+    ],
+)
+def test_measurements_of_another_machine_are_refused(entries: list[dict], says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        check_measured(entries, cluster_keys(entries, default_constants(), "x"), load_cluster("H100x16"), "x")
+
+
+def test_measurements_of_this_machine_are_taken() -> None:
+    mine = [
+        {"device": "NVIDIA H100 80GB HBM3", "dtype": "bf16", "flops": 7e14, "bandwidth": 3.0e12},
+        *bench(backend="nccl"),
+    ]
+    check_measured(mine, cluster_keys(mine, default_constants(), "x"), load_cluster("H100x16"), "x")
+
+
+def test_outputs_that_are_no_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe stands for a device: a page is renamed into place, which would have put a file where /dev/null was."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("device: H100\ngpus: 8\n")
+    base = ("--model", "llama3-8b", "--cluster", str(mine), "--global-batch", "64")
+    for words, says in (
+        ((*base, "--html", str(pipe)), "no regular file"),
+        ((*base, "--html", "/headway-no-such-folder/page.html"), "make it first"),
+        ((*base, "--html", str(mine)), "is one of the files to read"),
+        (("shrink", "--target", "llama3-70b", "--cluster", "H100x64", "--write-config", str(mine)), "this file exists"),
+        (("calibrate", str(mine), "--out", str(mine)), "is one of the files to read"),
+    ):
+        code, _, err = run(capsys, *words)
+        assert code == 2 and says in err and err.count("\n") == 1
+    assert mine.read_text().startswith("device") and pipe.is_fifo() and not Path("/headway-no-such-folder").exists()
+
+
+@pytest.mark.parametrize("words", [("--save", "1e9"), ("--software", "1e6"), ("--lag", "1e9"), ("--rate", "0")])
+def test_goodput_at_the_ends(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "goodput", *words)
+    assert "inf" not in out and (code == 0 or (code == 2 and err.count("\n") == 1))
+    assert exact(1e9, 1.0) == 1.0
+
+
+def test_a_simulation_is_bounded_and_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headway.plan.goodput_report._EVENTS", 2_000)
+    code, out, _ = run(capsys, "goodput", "--gpus", "100000", "--rate", "0.001", "--days", "3000", "--simulate")
+    assert code == 0 and "2,000 events" in out and "cut off after" in out
+
+
+def test_layers_without_end_are_a_typing_error() -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "vocab_size": 100,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+    with pytest.raises(UserError, match="'num_hidden_layers' is 1000000000; give at most 10,000"):
+        load_model({**config, "num_hidden_layers": 10**9})
