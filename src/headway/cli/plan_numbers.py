@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import typer
 
-from headway.account.errors import UserError
 from headway.plan.numbers import Kind
 
 

@@ -80,9 +80,8 @@ def shrink(
         raise UserError("--losses needs --tokens, what the large run is to be trained on, e.g. 15e12")
     if proxy and lr is None:
         raise UserError("--proxy needs --lr, the best learning rate found with it")
-    if write_config is not None:
-        if write_config.exists():
-            raise UserError(f"--write-config {write_config}: this file exists; give a new one")
+    if write_config is not None and write_config.exists():
+        raise UserError(f"--write-config {write_config}: this file exists; give a new one")
     machines = cluster_of(cluster)
     work = make_workload(target, seq, global_batch, precision, mean_square)
     large = search(work, machines, parse_fix(fix), top=1).plans[0]
