@@ -154,7 +154,7 @@ class Hosts:
         self._limits = Limits(least, most, options.pop("wait_s", 60.0), self._meeting.get("patience_s", 60.0), 0.3)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+            self.port = free.getsockname()[1]
         self.agents: dict[str, multiprocessing.process.BaseProcess] = {}
 
     def start(self, *names: str) -> None:
@@ -177,7 +177,7 @@ class Hosts:
         code = Supervisor(
             Start([], entry=entry), 1, Ledger(self.tmp / "incidents.jsonl", host=name), self.tmp / "logs", clean,
             hosts=HostList(self.tmp / "hosts.json"),
-            meeting=Meeting("127.0.0.1", self._port, self._limits, name, self.tmp / "meeting.json", **self._meeting),
+            meeting=Meeting("127.0.0.1", self.port, self._limits, name, self.tmp / "meeting.json", **self._meeting),
             **self._options,
         ).run()  # fmt: skip
         sys.stderr.flush()

@@ -89,8 +89,42 @@ def test_spares_excluded_hosts_and_numbers_that_do_not_fit_stay_out() -> None:
     one = leader(Court({"n2"}, fits=(2, 4, 8)), 1, 4)
     for member in (1, 2, 3, 4):
         one.roll.note(0, status(member))
-    chosen = [heard.status.host for heard in one.choose(one.roll.here())]
+    chosen = [heard.status.host for heard in one.choose()]
     assert chosen == ["n1", "n3"]  # three of them would be six ranks
+
+
+def test_two_agents_of_one_name_are_one_that_stays_and_one_that_is_told_why() -> None:
+    one = leader(Court(), 2, 2)
+    for at in (0.0, 1.0, 2.0, 2.4):
+        one.roll.note(at, status(1, round(at * 10), host="vm", agent="pid 7, a"))
+        one.roll.note(at, status(2, round(at * 10), host="vm", agent="pid 8, b"))
+        order = one.tick(at)
+        assert (order.phase, order.refused) == ("gather", {})  # the first may have died just now
+    for member, agent in ((1, "pid 7, a"), (2, "pid 8, b")):
+        one.roll.note(2.6, status(member, 26, host="vm", agent=agent))
+    assert list(one.tick(2.6).refused) == [2] and "(pid 7, a) is called vm already" in one.order.refused[2]
+    assert "--node vm-1" in one.order.refused[2]
+    # With names of their own the two train.
+    one.roll.note(2.7, status(2, 27, host="vm", agent="pid 8, b", leaving=True))
+    one.roll.note(2.7, status(3, 1, host="vm-2", agent="pid 9, c"))
+    one.roll.note(2.7, status(1, 27, host="vm", agent="pid 7, a"))
+    order = one.tick(2.7)
+    assert (order.phase, order.refused, [seat.host for seat in order.team]) == ("run", {}, ["vm", "vm-2"])
+
+
+def test_an_agent_started_in_the_place_of_a_dead_one_is_no_double() -> None:
+    one = leader(Court(), 2, 2)
+    one.roll.note(0.0, status(2, 1, host="b", agent="dead"))
+    for beat, at in enumerate((0.1, 1.0, 1.9, 2.5, 3.0), 1):
+        one.roll.note(at, status(1, beat, agent="first"))
+        one.roll.note(at, status(3, beat, host="b", agent="new"))
+        if beat == 1:
+            assert one.roll.by_host()["b"].status.agent == "dead"
+        assert one.tick(at).refused == {}
+    assert one.roll.by_host()["b"].status.agent == "new"
+    # The same agent under another number, because it was cut off: the newest speaks.
+    one.roll.note(3.1, status(4, 1, host="b", agent="new"))
+    assert one.roll.by_host()["b"].status.member == 4 and one.roll.doubles(9.0) == {}
 
 
 def test_a_kill_explains_what_failed_before_it() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -155,6 +156,32 @@ def test_a_stopped_rank_is_named_across_hosts(tmp_path: Path) -> None:
     assert hosts.wait() == {"a": 0, "b": 0}, hosts.said()
     (incident,) = hosts.incidents
     assert (incident.fault, incident.host, incident.rank) == ("hang", "b", 1) and "SIGSTOP" in incident.evidence
+
+
+def test_two_agents_of_one_name_are_told_apart_and_sigterm_ends_one_that_waits(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, nothing, 2, 2, lost_s=0.5)
+    hosts.start("vm")
+    hosts.opened()
+    first = hosts.agents.pop("vm")
+    hosts.start("vm")
+    second = hosts.agents.pop("vm")
+    second.join(20.0)
+    assert second.exitcode not in (None, 0) and f"(pid {first.pid}, " in hosts.said()
+    assert "is called vm already; give each" in hosts.said() and "--node vm-2" in hosts.said()
+    assert first.is_alive()  # it still waits for one with a name of its own
+    os.kill(first.pid or 0, signal.SIGTERM)
+    first.join(10.0)
+    assert first.exitcode == 75
+
+
+def test_sigterm_ends_an_agent_that_nobody_answers(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, nothing, 2, 2, lost_s=0.5)
+    with socket.create_server(("127.0.0.1", hosts.port)):  # the port is open, and no store is behind it
+        hosts.start("a")
+        hosts.until(lambda: "waiting for the first agent" in hosts.said())
+        hosts.send("a", signal.SIGTERM)
+        hosts.agents["a"].join(10.0)
+    assert hosts.agents["a"].exitcode == 75
 
 
 def test_sigterm_to_one_agent_saves_everywhere(tmp_path: Path) -> None:

@@ -45,7 +45,8 @@ def launch(
     node: Annotated[
         str | None,
         typer.Option(
-            envvar=["HEADWAY_NODE", "SLURMD_NODENAME"], help="This machine's name in hosts.json (default: its own)."
+            envvar=["HEADWAY_NODE", "SLURMD_NODENAME"],
+            help="This agent's name in hosts.json (default: its host's); no two may have one.",
         ),
     ] = None,
     wait_s: Annotated[float, typer.Option(help="With MIN machines there: seconds to wait for more.")] = 30.0,
@@ -56,6 +57,7 @@ def launch(
 
     `headway train` does the same by itself where it starts more than one rank. Every death is in incidents.jsonl. Over
     several machines, give all of them the same command (srun, a pod each): the run folder must be one that all see.
+    Two agents on one machine need a --node each.
 
     Example: headway launch run.yaml --nnodes 3:4 --rdzv node-01:29400
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import socket
 import sys
 import time
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 # A stray bad batch may be the last one of a good run.
 _STUCK = 3
+_COMMAND = "HEADWAY_COMMAND"
 _REASON_CODES = {"done": 0, "preempted": 75}
 
 
@@ -108,7 +111,7 @@ def launch_supervised(
         ranks=ranks,
         ledger=Ledger(folder.incidents, listeners=_alerts(config)),
         logs=folder.logs,
-        env={**os.environ, LAUNCHED_AT: repr(launched_at), PREPARED_VARIABLE: "1"},
+        env={**os.environ, LAUNCHED_AT: repr(launched_at), PREPARED_VARIABLE: "1", _COMMAND: _typed()},
         hang_least_s=hang_s,
         places=_places(config, ranks),
         hosts=hosts or HostList(folder.root / "hosts.json"),
@@ -200,7 +203,10 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
     except BaseException as error:
         # First of all, or the launcher would name a rank that only fell with this one.
         record_failure(error)
-        _leave_process_group(error)
+        kept = _keep_for_the_log(config, rank_env, error)
+        _leave_process_group(error, kept)
+        if kept:
+            return 1
         raise
     code = _REASON_CODES[reason]
     if main:
@@ -225,8 +231,32 @@ def _periodic_trace(config: RunConfig, place: HookPlace) -> StepHook | None:
     return PeriodicTrace(place, every, config.log.profile_steps) if every is not None else None
 
 
-def _leave_process_group(error: BaseException) -> None:
-    """Before an error leaves: an ordinary exit would wait for ever for a collective whose other ranks are gone."""
+_PEER = re.compile(r"gloo/|Connection (closed|reset) by peer|NCCL|Broken pipe")
+
+
+def _keep_for_the_log(config: RunConfig, rank_env: RankEnv | None, error: BaseException) -> bool:
+    """A collective that failed because another rank went: on rank 0, whose output is the terminal's, a line there and
+    the traceback in a log; the supervisor says what happened. False where it is anything else."""
+    from headway.guard.ranks import LAUNCHER_VARIABLE
+    from headway.record.folder import RunFolder
+
+    supervised = rank_env is not None and rank_env.rank == 0 and LAUNCHER_VARIABLE in os.environ
+    if not supervised or not isinstance(error, RuntimeError) or not _PEER.search(str(error)) or "--debug" in sys.argv:
+        return False
+    log = RunFolder(config.folder).logs / "rank-00000.log"
+    try:
+        with log.open("a", encoding="utf-8") as stream:
+            traceback.print_exception(error, file=stream)
+    except OSError:
+        return False
+    first = str(error).partition("\n")[0]
+    print(f"headway: rank 0: a collective failed: {first[:200]} (more in {log})", file=sys.stderr, flush=True)
+    return True
+
+
+def _leave_process_group(error: BaseException, kept: bool) -> None:
+    """Before an error leaves: an ordinary exit would wait for ever for a collective whose other ranks are gone. `kept`:
+    the error is told already."""
     from headway.account.errors import UserError
     from headway.guard.process_group import close_process_group
 
@@ -235,7 +265,8 @@ def _leave_process_group(error: BaseException) -> None:
     if isinstance(error, UserError):
         print(f"headway: {error}", file=sys.stderr)
         _exit_at_once(2)
-    traceback.print_exception(error)
+    if not kept:
+        traceback.print_exception(error)
     _exit_at_once(1)
 
 
@@ -291,7 +322,12 @@ def _tell_end(config: RunConfig, reason: str, json: bool) -> bool:
 
 
 def _again() -> str:
-    return " ".join(["headway", *sys.argv[1:]])
+    """The command that was typed; a supervised rank has another one of its own."""
+    return os.environ.get(_COMMAND) or _typed()
+
+
+def _typed() -> str:
+    return shlex.join(["headway", *sys.argv[1:]])
 
 
 def _say(text: str) -> None:

@@ -57,9 +57,16 @@ class Signals:
     """What the launcher itself received."""
 
     received: list[int] = field(default_factory=list)
+    first_at: float = 0.0
 
     def remember(self, number: int, _frame: FrameType | None) -> None:
+        self.first_at = self.first_at or time.monotonic()
         self.received.append(number)
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since the first one."""
+        return time.monotonic() - self.first_at if self.received else 0.0
 
     @property
     def insists(self) -> bool:

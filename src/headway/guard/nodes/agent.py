@@ -7,6 +7,7 @@ seconds stops its ranks: on the other side of the cut the run goes on without th
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from headway.account.errors import UserError
 from headway.account.run_clock import LOST
 from headway.guard import launch
 from headway.guard.alone import MakeWatch
@@ -36,8 +38,8 @@ from headway.guard.watching import Lost, Watch, condemned, lost_json, read_pulse
 _TICK_S = 0.1
 _WAIT_S = 0.05
 _TRIAL = 3.0
-_FAREWELL_S = 10.0
-"""After a signal: how long an agent waits until all have heard that the run is over."""
+_FAREWELL_S = 6.0
+"""After a signal: how long an agent waits until all have heard that the run is over; it is to be gone within ten."""
 _CUT_OFF = "cut off from the other machines"
 _MEMBER = "member/"
 
@@ -57,33 +59,36 @@ class Agents:
         self._meeting, self._ranks, self._signals, self._explainer = meeting, ranks, signals, explainer
         self._court = _Court(recovery, make_watch)
         self._order = Order()
+        self._agent = f"pid {os.getpid()}, {secrets.token_hex(4)}"
         self._beat = self._done = -1
         self._report: Report | None = None
         self._since = time.monotonic()
 
     def __enter__(self) -> Agents:
         self._door = Door(self._meeting)
+        self._entered = False
         try:
-            self._enter(self._door.first())
+            joined = self._door.first(lambda: bool(self._signals.received))
+            if joined is not None:
+                self._enter(joined)
         except BaseException:
             self._door.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._status.leaving = True
-        self._tick()
-        self._joined.link.close()
+        if self._entered:
+            self._status.leaving = True
+            self._tick()
+            self._joined.link.close()
         self._door.close()
 
     def next(self) -> Turn | int:
         cut_off_at: float | None = None
         round_ = 0
-        stopped_at: float | None = None
         while True:
             if self._signals.received:
-                stopped_at = stopped_at or time.monotonic()
-                if self._seat() is None or time.monotonic() - stopped_at > _FAREWELL_S:
+                if not self._entered or self._seat() is None or self._signals.since_s > _FAREWELL_S:
                     return EXIT_PREEMPTED
                 if self._leader is not None and self._order.phase == "gather":
                     self._leader.stop(EXIT_PREEMPTED)
@@ -96,6 +101,8 @@ class Agents:
                 round_ += 1
                 continue
             self._tick()
+            if self._joined.number in self._order.refused:
+                raise UserError(self._order.refused[self._joined.number])
             if self._joined.number in self._order.gone:
                 self._look_for_the_others(0)
                 continue
@@ -142,7 +149,9 @@ class Agents:
     # -- the meeting -------------------------------------------------------------------------------------------------
 
     def _enter(self, joined: Joined) -> None:
-        self._joined = joined
+        self._joined, self._entered = joined, True
+        # Numbers of another store: here they are other agents'.
+        self._order = msgspec.structs.replace(self._order, gone=(), refused={})
         self._beat = -1
         self._heard_at = time.monotonic()
         self._status = Status(
@@ -153,6 +162,7 @@ class Agents:
             standby=self._door.standby,
             generation=self._done,
             report=self._report,
+            agent=self._agent,
         )
         self._paused = False
         self._leader = (

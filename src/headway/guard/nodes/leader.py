@@ -6,7 +6,7 @@ machines of the last one, or half of them with the leader that they had.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -89,8 +89,12 @@ class Leader:
         step = {"gather": self._gather, "run": self._run, "end": self._end, "over": lambda *_: None}
         step[self.order.phase](now, here)
         changed = self._now(before, now)
-        self.order = _with(changed, beat=before.beat + 1, gone=tuple(self.roll.gone))
+        refused = {member: _double(self.roll.heard[member].status.host, of) for member, of in self._doubles(now)}
+        self.order = _with(changed, beat=before.beat + 1, gone=tuple(self.roll.gone), refused=refused)
         return self.order
+
+    def _doubles(self, now: float) -> Iterable[tuple[int, str]]:
+        return ((member, of) for member, of in self.roll.doubles(now).items() if member != self.own)
 
     def _now(self, before: Order, now: float) -> Order:
         """The order with its ages brought up to date."""
@@ -116,9 +120,9 @@ class Leader:
             return self._tell_once(f"waiting: not half of the {_machines(len(self.order.team))} are here")
         if not first and self.order.leader != self.host:
             return self._take_over(here)
-        team = self.choose(here)
+        team = self.choose()
         if not team:
-            return self._tell_once(f"waiting: {_machines(len(here))} here, {self.limits.fewest} needed")
+            return self._tell_once(f"waiting: {_machines(len(self.roll.by_host()))} here, {self.limits.fewest} needed")
         if first and len(team) < self.limits.most and now - self._last_came < self.limits.wait_s:
             return self._tell_once(f"waiting: {_machines(len(team))} here, for up to {self.limits.most}")
         self._start(team)
@@ -168,7 +172,7 @@ class Leader:
         present = len(last & hosts)
         return 2 * present > len(last) or (2 * present == len(last) and self.order.leader == self.host)
 
-    def choose(self, here: Mapping[int, Heard]) -> list[Heard]:
+    def choose(self) -> list[Heard]:
         """The machines that take part: those of the last generation first, the leader's before all; empty when they
         are too few."""
         excluded = self.court.excluded()
@@ -178,8 +182,7 @@ class Leader:
             member = heard.status.member
             return member != self.own, former.index(member) if member in former else len(former), member
 
-        newest = {heard.status.host: heard for _, heard in sorted(here.items())}  # one that came back, once
-        able = sorted((heard for host, heard in newest.items() if host not in excluded), key=order)
+        able = sorted((heard for host, heard in self.roll.by_host().items() if host not in excluded), key=order)
         for size in range(min(self.limits.most, len(able)), self.limits.fewest - 1, -1):
             if self.court.enough(sum(heard.status.ranks for heard in able[:size])):
                 return able[:size]
@@ -211,17 +214,17 @@ class Leader:
         elif self.court.evict():
             self.say("a machine was slow again and again: the state is saved, and training goes on without it")
             self.order = _with(self.order, pause=True)
-        elif self._may_grow(now, here, pulses):
+        elif self._may_grow(now, pulses):
             self.say("more machines have come: the state is saved, and training goes on with them")
             self.order = _with(self.order, pause=True)
 
-    def _may_grow(self, now: float, here: Mapping[int, Heard], pulses: Mapping[int, Pulse]) -> bool:
+    def _may_grow(self, now: float, pulses: Mapping[int, Pulse]) -> bool:
         if len(self.order.team) >= self.limits.most or now - self._last_came < self.limits.steady_s:
             return False
         ranks = sum(seat.ranks for seat in self.order.team)
         if len(pulses) < ranks or any(not pulse.steps for pulse in pulses.values()):
             return False  # a signal would kill what has not yet begun to train
-        return sum(heard.status.ranks for heard in self.choose(here)) > ranks
+        return sum(heard.status.ranks for heard in self.choose()) > ranks
 
     def _finished(self, reports: Mapping[int, Report]) -> None:
         code = max(report.code or 0 for report in reports.values())
@@ -309,6 +312,13 @@ class Leader:
         if text != self._said:
             self._said = text
             self.say(text)
+
+
+def _double(host: str, other: str) -> str:
+    return (
+        f"--node: an agent of this run ({other}) is called {host} already; give each of several agents on one machine "
+        f"a name of its own: --node {host}-1, --node {host}-2"
+    )
 
 
 def _machines(count: int) -> str:

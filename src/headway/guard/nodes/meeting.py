@@ -10,7 +10,7 @@ import contextlib
 import errno
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,11 +70,14 @@ class Door:
     def close(self) -> None:
         self._stores.close()
 
-    def first(self) -> Joined:
-        """Joins the run's meeting where it is now, else opens it here, else comes to where it will be opened."""
+    def first(self, stopped: Callable[[], bool] = lambda: False) -> Joined | None:
+        """Joins the run's meeting where it is now, else opens it here, else comes to where it will be opened. None when
+        it was `stopped` while it waited."""
         deadline = time.monotonic() + self.meeting.patience_s
         said = False
         while time.monotonic() < deadline:
+            if stopped():
+                return None
             for address, port in self._known():
                 joined = self.join(address, port)
                 if joined is not None:

@@ -14,7 +14,8 @@ Phase = Literal["gather", "run", "end", "over"]
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """One agent. `member` counts all that ever joined this store; `host`: the name its incidents are counted under.
+    """One agent. `member` counts all that ever joined this store; `host`: the name its incidents are counted under, a
+    label; `agent`: this process and no other, through all the meetings it joins.
 
     `beat` changes as long as the agent lives. `now_ns`: its monotonic clock. `generation`: the one that it runs or ran
     last, -1 before the first. `address`, `standby`: where its own store waits for the leader's to fail. `vitals`: what
@@ -34,6 +35,7 @@ class Status(msgspec.Struct, kw_only=True):
     report: Report | None = None
     pulses: dict[int, Pulse] = {}
     vitals: dict[int, str] = {}
+    agent: str = ""
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +56,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     `generation`; with `pause`, save and stop, because more machines have come. end: stop `generation` at once
     (`condemned`: the rank whose fault it is, `why`: in words). over: leave with `code`. gone: agents that counted as
     lost; one that lives after all joins anew. lost_ago_ns: how long ago the dead generation's account ended, and its
-    death was noticed.
+    death was noticed. refused: agents that must leave, and why.
     """
 
     beat: int = 0
@@ -68,6 +70,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     code: int = 0
     gone: tuple[int, ...] = ()
     lost_ago_ns: tuple[int, int] | None = None
+    refused: dict[int, str] = {}
 
 
 def places(team: tuple[Seat, ...]) -> list[str]:

@@ -8,15 +8,18 @@ from headway.guard.beacon import Pulse
 from headway.guard.nodes.messages import Status
 
 _DRIFT_NS = 500_000_000
+_DOUBT_S = 0.5
 
 
 @dataclass(slots=True)
 class Heard:
-    """`at`: seconds, when its beat last changed. `offset_ns`: our clock less its clock."""
+    """`at`: seconds, when its beat last changed; `since`: when it was first heard. `offset_ns`: our clock less its
+    clock."""
 
     status: Status
     at: float
     offset_ns: int
+    since: float = 0.0
 
     def pulses(self) -> dict[int, Pulse]:
         """Its ranks' beacons in our clock."""
@@ -52,7 +55,7 @@ class Roll:
         # Kept while it holds: a beacon that did not move must not seem to, because a message took longer.
         if before is not None and abs(offset - before.offset_ns) < _DRIFT_NS:
             offset = before.offset_ns
-        self.heard[status.member] = Heard(status, now, offset)
+        self.heard[status.member] = Heard(status, now, offset, before.since if before is not None else now)
 
     def silent_s(self, now: float, member: int) -> float:
         heard = self.heard.get(member)
@@ -66,6 +69,26 @@ class Roll:
 
     def here(self) -> dict[int, Heard]:
         return {member: heard for member, heard in self.heard.items() if member not in self.gone}
+
+    def by_host(self) -> dict[str, Heard]:
+        """Who speaks for each host: of one agent that joined again its newest number; of several agents the first, for
+        one that has just died is still here while the one started in its place speaks already."""
+        found: dict[str, Heard] = {}
+        for _, heard in sorted(self.here().items()):
+            known = found.get(heard.status.host)
+            if known is None or known.status.agent == heard.status.agent:
+                found[heard.status.host] = heard
+        return found
+
+    def doubles(self, now: float) -> dict[int, str]:
+        """Agents under the name of another one that lives: had it died, its silence would be known by now."""
+        found = {}
+        first = self.by_host()
+        for member, heard in self.here().items():
+            known = first[heard.status.host].status
+            if known.agent != heard.status.agent and now - heard.since > self.lost_s + _DOUBT_S:
+                found[member] = known.agent
+        return found
 
 
 def compact(pulse: Pulse) -> Pulse:
