@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,10 @@ from headway.cli.main import _join_commands, _run
 from headway.plan.bench_file import check_measured, cluster_keys
 from headway.plan.cluster import load_cluster
 from headway.plan.constants import default_constants
-from headway.plan.workload import load_model
+from headway.plan.layout import Layout
+from headway.plan.predict import predict
+from headway.plan.rows import make_case
+from headway.plan.workload import Workload, load_model
 
 _join_commands()
 
@@ -125,3 +129,78 @@ def test_layers_without_end_are_a_typing_error() -> None:
     }
     with pytest.raises(UserError, match="'num_hidden_layers' is 1000000000; give at most 10,000"):
         load_model({**config, "num_hidden_layers": 10**9})
+
+
+BASE = ("--model", "llama3-8b", "--cluster", "H100x16", "--global-batch", "64")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--model", "llama3-8b", "--cluster", "A100x8", "--precision", "fp8"), "A100-SXM-80GB has no fp8 units; it has bf16, fp16"),
+        (("--model", "llama3-8b", "--cluster", "V100x8", "--precision", "bf16"), "has no bf16 units; it has fp16"),
+        (("sweep", *BASE[:4], "--gpus", "8", "--precision", "fp4"), "has no fp4 units"),
+        ((*BASE, "--fix", "dp=16,shard=3"), "shard=3 does not divide dp·cp = 16 replicas; nearest: 1, 2, 4"),
+        ((*BASE, "--fix", "dp=16,shard=64"), "shard=64 does not divide"),
+        ((*BASE, "--fix", "pp=1,vpp=2"), "pp=1 has none; nearest: vpp=1"),
+        ((*BASE, "--fix", "pp=1,schedule=dualpipe"), "schedule=dualpipe needs a pipeline"),
+        ((*BASE, "--fix", "pp=4,vpp=2,schedule=zero-bubble"), "has chunks of its own"),
+        ((*BASE, "--fix", "pp=16,vpp=8"), "pp=16 × vpp=8 is more than 32 layers; nearest: vpp=2"),
+        ((*BASE[:2], "--cluster", "H100x8x8"), "two numbers; give all GPUs at once"),
+        ((*BASE, "--seq", "4096", "--mean-square", "8192"), "mean_square 8192 is more than seq 4096"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, *words)
+    assert code == 2 and says in err and err.count("\n") == 1
+
+
+def test_what_means_nothing_is_said_and_the_schedule_is_in_the_label(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, *BASE, "--fix", "dedup=true,pp=4,schedule=dualpipe", "--top", "1")
+    assert code == 0 and "dedup=true changes nothing in this plan: it needs experts" in out and "pp 4 dualpipe" in out
+    code, out, _ = run(capsys, "explain", *BASE, "--fix", "recompute=full")
+    assert code == 0 and "changes nothing" not in out
+
+
+def test_keys_given_twice(tmp_path: Path) -> None:
+    cluster, config = tmp_path / "c.yaml", tmp_path / "config.json"
+    cluster.write_text("device: H100\ngpus: 8\ngpus: 64\n")
+    config.write_text('{"model_type": "llama", "hidden_size": 64, "hidden_size": 128}')
+    for read, path, says in (
+        (load_cluster, cluster, "'gpus' is given twice, in lines 2 and 3"),
+        (load_model, config, "'hidden_size' is given twice"),
+    ):
+        with pytest.raises(UserError, match=says):
+            read(str(path))
+    qwen = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "vocab_size": 9,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+    }
+    with pytest.raises(UserError, match="layer_types has 3 entries for 16 layers"):
+        load_model({**qwen, "num_hidden_layers": 16, "num_key_value_heads": 4, "layer_types": ["full_attention"] * 3})
+
+
+def test_rows_that_contradict_themselves_are_not_judged() -> None:
+    row = {"model": "llama3-8b", "gpu": "H100", "gpus": "64", "tp": "2", "pp": "2", "dp": "16", "micro_batch": "1"}
+    row |= {"seq_len": "8192", "global_batch": "64", "step_time_s": "5"}
+    assert make_case(row).flag == ""
+    assert make_case(row | {"dp": "8"}).flag == "dp·tp·pp·cp = 32 is not its 64 GPUs"
+    assert make_case(row | {"dp": "8", "cp": "2"}).flag == "" and make_case(row | {"cp": "2"}).flag == ""  # both habits
+    assert make_case(row | {"micro_batch": "8"}).flag == "dp·micro_batch = 128 is more than its global_batch of 64"
+
+
+def test_dualpipe_hides_the_all_to_all_beside_the_other_direction() -> None:
+    """What exceeds the computation shows whole; what is hidden costs the kernels its contention."""
+    work, cluster = Workload(load_model("deepseek-v3")[1], 4096, 15360, "fp8"), load_cluster("H800x2048")
+    layout = Layout(dp=128, pp=16, ep=64, recompute="selective", dedup=True)
+    plain, paired = (predict(work, replace(layout, schedule=one), cluster) for one in ("1f1b", "dualpipe"))
+    c = default_constants()
+    sent = plain.terms["ep"] / c.ep_network
+    window = plain.terms["forward"] + plain.terms["backward"]  # a little of it is the head's, on the last stage
+    assert paired.terms["ep"] == pytest.approx(sent - (1 - c.contention) * min(sent, window), rel=0.02)
+    fast = replace(cluster, inter_node=10 * cluster.inter_node)
+    hidden = predict(work, replace(layout, schedule="dualpipe"), fast).terms["ep"]
+    assert hidden == pytest.approx(c.contention * predict(work, layout, fast).terms["ep"] / c.ep_network, rel=1e-6)

@@ -109,6 +109,9 @@ def build(config: Mapping[str, Any], families: Mapping[str, Family]) -> Built:
             f"config.json ({model_type}): key {keys.name('num_hidden_layers')!r} is {count}; "
             f"give at most {_MOST_LAYERS:,}"
         )
+    kinds = keys.listing("layer_types")
+    if kinds and len(kinds) < count:  # also where this family's layers are all of one kind
+        raise UserError(f"config.json ({model_type}): layer_types has {len(kinds)} entries for {count} layers")
     embed_dim = keys.optional("word_embed_proj_dim") or hidden if family.projected_embedding else hidden
     outer: tuple[Weight, ...] = ()
     if embed_dim != hidden:

@@ -41,13 +41,14 @@ def explain(
 
     Example: headway plan explain --model llama3-70b --cluster H100x64 --fix tp=4,pp=4
     """
-    from headway.plan.explain import bottlenecks, loses
+    from headway.plan.explain import bottlenecks, idle, loses
     from headway.plan.search import search
 
     work = make_workload(model, seq, global_batch, precision, mean_square, mtp)
     machines = cluster_of(cluster)
     factor = factor_of(calibrate, stack, machines.device.name, precision)
-    found = search(work, machines, parse_fix(fix), top=2, factor=factor)
+    fixed = parse_fix(fix)
+    found = search(work, machines, fixed, top=2, factor=factor)
     best, second = found.plans[0], (found.plans[1] if len(found.plans) > 1 else None)
     if json:
         gaps = dict(loses(best, second)) if second else {}
@@ -60,6 +61,8 @@ def explain(
             }
         )
         return
+    for text in idle(best, fixed):
+        print(text)
     print(f"{best.layout.describe()}: step {best.step_s:.3f} s, {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
     shares = best.conventions
     print(

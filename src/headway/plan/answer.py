@@ -13,7 +13,7 @@ from typing import Any
 from headway.account.errors import UserError
 from headway.plan.cluster import Cluster
 from headway.plan.decision import Option, cheapest_by, fastest_within, frontier, options_of
-from headway.plan.explain import bottlenecks, communication
+from headway.plan.explain import bottlenecks, communication, idle
 from headway.plan.money import Gain, RunCost, days, worth
 from headway.plan.predict import Prediction
 from headway.plan.search import NothingFits, Objective, search
@@ -79,6 +79,7 @@ class Answer:
         return {
             "plans": plans,
             "priced": self.priced,
+            "without_effect": idle(self.plans[0], self.question.fixed or {}),
             "removed": dict(self.removed),
             "factors": [factor for _, factor in self.question.clusters],
             "frontier": [option.to_dict() for option in self.edge],
@@ -97,6 +98,7 @@ class Answer:
             yield f"   {speed} · MFU {one.mfu:.1%} (causal) · {memory}"
             if self.costs:
                 yield f"   {self.costs[rank - 1].line()}"
+        yield from idle(self.plans[0], self.question.fixed or {})
         shares = " · ".join(f"{name} {share:.1%}" for name, share in bottlenecks(self.plans[0])[:6])
         yield f"where the first one's step goes: {shares}"
         ruled_out = Counter(self.removed).most_common(4)

@@ -12,12 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from headway.account.errors import UserError
 from headway.plan.cluster import Cluster, find_device
 from headway.plan.constants import Constants
 from headway.plan.numbers import POSITIVE
+from headway.plan.reading import json_of
 
 # Bytes on the wire of a rank over the buffer's, for n ranks (see collectives.py).
 _VOLUME = {
@@ -33,10 +32,7 @@ _DTYPES = {"bf16": "measured_bf16_tflops", "fp16": "measured_bf16_tflops", "fp8"
 
 def read_bench(path: Path) -> list[dict[str, Any]]:
     """The entries of such a file (or of the machine's peaks.json). Raises UserError naming the file."""
-    try:
-        content = orjson.loads(path.read_bytes())
-    except orjson.JSONDecodeError as error:
-        raise UserError(f"{path}: not JSON ({error})") from error
+    content = json_of(path.read_bytes(), str(path))
     if isinstance(content, dict):
         content = content.get("peaks", content.get("entries", [content]))
     known = isinstance(content, list) and content and all(isinstance(item, dict) for item in content)

@@ -14,6 +14,7 @@ import yaml
 from headway.account.errors import UserError
 from headway.plan.cluster import Device
 from headway.plan.numbers import AMOUNT, COUNT, GPUS, INSIDE, POSITIVE, Kind
+from headway.plan.reading import yaml_of
 
 Verdict = Literal["fits", "does not fit", "follows", "possible", "impossible"]
 
@@ -136,10 +137,7 @@ def _read(word: str) -> dict[str, Any]:
         text = resources.files("headway.plan").joinpath("claims", f"{word}.yaml").read_text(encoding="utf-8")
     else:
         raise UserError(f"claim {word!r} is no file; known by name: {', '.join(known_claims())}; or give key=value")
-    try:
-        content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{word}: not YAML ({str(error).splitlines()[0]})") from error
+    content = yaml_of(text, word)
     if not isinstance(content, dict):
         raise UserError(f"{word}: a claim is a mapping with keys such as {', '.join(_KEYS[:6])}")
     return content

@@ -13,11 +13,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from headway.account.errors import UserError
 from headway.plan.device_names import match_device
 from headway.plan.numbers import COUNT, GPUS, POSITIVE, Kind
+from headway.plan.reading import yaml_of
 
 # One GPU's share of a node's network where no figure is known: one 400 Gb/s port, what an H100 node commonly has.
 _INTER_NODE = 50e9
@@ -128,6 +127,14 @@ def find_device(name: str) -> Device:
     return by_name[full]
 
 
+def check_precision(device: Device, precision: str) -> None:
+    """Raises UserError naming what the device has. fp16 goes with bf16: whoever has one has the other, tables leave it
+    out (TPUs and Trainium apart)."""
+    if precision in device.rates or (precision == "fp16" and "bf16" in device.rates):
+        return
+    raise UserError(f"{device.name} has no {precision} units; it has {', '.join(device.rates)} (--precision)")
+
+
 def make_cluster(device: Device, gpus: int, gpus_per_node: int | None = None, **changes: Any) -> Cluster:
     """A cluster of known devices; what is not said comes from the device's row."""
     per_node = gpus_per_node or (4 if device.domain > 8 else max(device.domain, min(8, gpus)))
@@ -146,8 +153,8 @@ def load_cluster(spec: str) -> Cluster:
         if not path.is_file():
             raise UserError(f"--cluster {spec}: no such file")
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            content = yaml_of(path.read_text(encoding="utf-8"), f"--cluster {spec}")
+        except UnicodeDecodeError as error:
             raise UserError(f"--cluster {spec}: not YAML ({str(error).splitlines()[0]})") from error
         if not isinstance(content, dict):
             raise UserError(f"--cluster {spec}: give a mapping with the keys device and gpus")
@@ -248,11 +255,21 @@ def _split(spec: str) -> tuple[str, int]:
     before = re.fullmatch(r"\s*(\d+)\s*[x×*]\s*(.+?)\s*", spec)
     found = (before[2], before[1]) if before else (after[1], after[2]) if after else (spec, "0")
     name, gpus = found[0], int(found[1][:12])
+    twice = re.fullmatch(r"(.+?)\s*[x×*]\s*\d+|\d+\s*[x×*]\s*(.+)", name)
+    if twice and _is_known(twice[1] or twice[2]):
+        raise UserError(f"--cluster {spec!r}: two numbers; give all GPUs at once, e.g. H100x64 (8 to a node)")
     if gpus < 1:
         raise UserError(f"--cluster {spec!r}: say device and number, e.g. H100x1024, or name a .yaml file")
     if gpus > GPUS.most:
         raise UserError(f"--cluster {spec!r}: at most {GPUS.most:,} GPUs")
     return name, gpus
+
+
+def _is_known(name: str) -> bool:
+    try:
+        return bool(find_device(name))
+    except UserError:
+        return False
 
 
 def _key(name: str) -> str:

@@ -99,7 +99,8 @@ class Layout:
         parts = [f"dp {self.dp}"]
         parts += [f"{name} {value}" for name, value in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)) if value > 1]
         if self.pp > 1:
-            parts.append(f"pp {self.pp}" + (f"×{self.vpp}" if self.vpp > 1 else ""))
+            schedule = "" if self.schedule == "1f1b" else f" {self.schedule}"
+            parts.append(f"pp {self.pp}" + (f"×{self.vpp}" if self.vpp > 1 else "") + schedule)
         parts += [f"micro-batch {self.micro_batch}", f"zero {self.zero}"]
         if 0 < self.shard < self.replicas and self.zero:
             parts.append(f"shard {self.shard}")
@@ -131,9 +132,10 @@ def problems(layout: Layout, shape: ModelShape, cluster: Cluster, seq: int, glob
         found.append(f"dp·tp·pp·cp = {layout.gpus} but the cluster has {cluster.gpus} GPUs")
     if heads % layout.tp:
         found.append(f"tp={layout.tp} does not divide {heads} heads; nearest: {_divisors(heads, layout.tp)}")
+    found += _meaningless(layout)
     if layout.pp > layers + 2:
         found.append(f"pp={layout.pp} is more than {layers} layers; nearest: pp={layers}")
-    elif layout.vpp > (most := most_chunks(layers, layout.pp)):
+    elif layout.pp > 1 and layout.vpp > (most := most_chunks(layers, layout.pp)):
         found.append(f"pp={layout.pp} × vpp={layout.vpp} is more than {layers} layers; nearest: vpp={most}")
     if layout.ep > 1 and not experts:
         found.append(f"ep={layout.ep} needs a mixture of experts, and this model is none; nearest: 1")
@@ -147,6 +149,25 @@ def problems(layout: Layout, shape: ModelShape, cluster: Cluster, seq: int, glob
         found.append(f"cp={layout.cp}: seq {seq} must be a multiple of {2 * layout.cp}")
     if global_batch % (layout.dp * layout.micro_batch):
         found.append(f"dp·micro_batch = {layout.dp * layout.micro_batch} does not divide global_batch {global_batch}")
+    return found
+
+
+def _meaningless(layout: Layout) -> list[str]:
+    """Parts that cannot be had with the rest of the plan."""
+    found = []
+    if layout.pp == 1 and layout.vpp > 1:
+        found.append(f"vpp={layout.vpp} are chunks of a pipeline's stages, and pp=1 has none; nearest: vpp=1")
+    if layout.schedule != "1f1b" and layout.vpp > 1:
+        found.append(
+            f"vpp={layout.vpp}: schedule={layout.schedule} has chunks of its own; nearest: vpp=1 or schedule=1f1b"
+        )
+    if layout.schedule != "1f1b" and layout.pp == 1:
+        found.append(f"schedule={layout.schedule} needs a pipeline, pp of 2 or more")
+    if layout.schedule == "dualpipe" and layout.pp % 2:
+        found.append(f"schedule=dualpipe feeds the pipeline from both ends and needs an even pp, not {layout.pp}")
+    if layout.shard and (not layout.zero or layout.replicas % layout.shard):
+        near = _divisors(layout.replicas, layout.shard) if layout.zero else "zero=1"
+        found.append(f"shard={layout.shard} does not divide dp·cp = {layout.replicas} replicas; nearest: {near}")
     return found
 
 

@@ -31,6 +31,18 @@ def gpus_of(row: Row, assumed: list[str]) -> int | None:
     return found
 
 
+def contradiction(row: Row, gpus: int, dp: int) -> str:
+    """Where a row's own figures exclude each other, which; "" where they do not. `dp` is what the GPUs leave over, for
+    where none is published (some tables count context parallel ranks in it, some do not)."""
+    said, micro, batch = whole(row, "dp"), whole(row, "micro_batch"), whole(row, "global_batch")
+    tp, pp, cp = whole(row, "tp"), whole(row, "pp"), whole(row, "cp") or whole(row, "sp") or 1
+    if said and tp and pp and gpus not in (said * tp * pp, said * tp * pp * cp):
+        return f"dp·tp·pp·cp = {said * tp * pp * cp} is not its {gpus} GPUs"
+    if micro and batch and micro * (said or dp) > batch:
+        return f"dp·micro_batch = {micro * (said or dp)} is more than its global_batch of {batch}"
+    return ""
+
+
 def sequence_of(row: Row, gpus: int, assumed: list[str]) -> int:
     """As published, else what step time and tokens/s make it, else 2,048."""
     given = whole(row, "seq_len")

@@ -17,6 +17,7 @@ from headway.plan.observed import observed_step
 from headway.plan.row_model import row_model
 from headway.plan.row_rules import (
     batch_of,
+    contradiction,
     expert_degree,
     gpus_of,
     is_lora,
@@ -139,7 +140,7 @@ def make_case(row: Row, row_id: str = "") -> Case:
         source=row.get("source", ""),
         group=(stack.name, device.name, precision),
         role=row.get("role", ""),
-        flag=row.get("flag", ""),
+        flag=row.get("flag", "") or contradiction(row, gpus, layout.dp),
         work=work,
         layout=layout,
         cluster=cluster,

@@ -48,7 +48,7 @@ def case_of_run(path: Path) -> Case:
         global_batch=max(1, round((measured.slots or seq) / seq)),
         precision=precision,
         name=name,
-        mean_square=_mean_square(shape, history),
+        mean_square=_mean_square(shape, history, seq),
         lora=bool(_of(config, "model", "lora")),
     )
     layout = _layout(config, start.facts, work, measured, cluster, assumed)
@@ -148,7 +148,7 @@ def _layout(
     return least_recompute(work, layout, cluster)
 
 
-def _mean_square(shape: ModelShape, history: History) -> float | None:
+def _mean_square(shape: ModelShape, history: History, seq: int) -> float | None:
     """Length whose attention costs what the run's documents did, from the useful FLOPs it counted, or None."""
     lines = [line for line in history.kept if line.tokens]
     tokens, useful = sum(line.tokens for line in lines), sum(line.flops.useful for line in lines)
@@ -160,7 +160,7 @@ def _mean_square(shape: ModelShape, history: History) -> float | None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if _per_token(shape, middle) <= useful / tokens else (low, middle)
-    return float(low)
+    return float(min(low, seq))
 
 
 def _per_token(shape: ModelShape, length: int) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headway.account.errors import UserError
-from headway.plan.cluster import Cluster
+from headway.plan.cluster import Cluster, check_precision
 from headway.plan.constants import Constants, default_constants
 from headway.plan.layout import RECOMPUTES, Layout, most_chunks, problems
 from headway.plan.memory import Memory, memory
@@ -130,7 +130,9 @@ class _Prices:
 
 
 def _check_given(work: Workload, cluster: Cluster, given: Mapping[str, Any]) -> None:
-    """Raises UserError for a given degree that no plan can have, with the nearest that one could."""
+    """Raises UserError for a precision that the device has no units for, and for a given degree that no plan can have,
+    with the nearest that one could."""
+    check_precision(cluster.device, work.precision)
     heads = max((kind.heads for kind, _ in work.shape.attention_kinds), default=1)
     experts = max((layer.mlp.experts for layer in work.shape.layers if layer.mlp), default=0)
     if given.get("ep", 1) > 1 and not experts:

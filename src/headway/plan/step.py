@@ -141,7 +141,7 @@ def _slowest_stage(x: _Context, per_layer: float, head: float) -> tuple[float, f
 def _per_micro_batch(x: _Context, layer: LayerTime) -> dict[str, float]:
     """Exposed communication of one average layer and micro-batch, forward and backward (and recompute)."""
     again = x.layout.recompute_share if x.layout.recompute == "full" else 0.0
-    return {"tp": _tensor(x, again, layer), "cp": _context_parallel(x, layer), "ep": _expert(x, again)}
+    return {"tp": _tensor(x, again, layer), "cp": _context_parallel(x, layer), "ep": _expert(x, again, layer)}
 
 
 def _tensor(x: _Context, again: float, layer: LayerTime) -> float:
@@ -185,23 +185,29 @@ def _context_parallel(x: _Context, layer: LayerTime) -> float:
     return forward + _exposed(2 * passed, layer.core * x.c.attention_backward, x.c)
 
 
-def _expert(x: _Context, again: float) -> float:
-    """Dispatch and combine of every routed copy of a token, forward and backward."""
+def _expert(x: _Context, again: float, layer: LayerTime) -> float:
+    """Dispatch and combine of every routed copy of a token, forward and backward.
+
+    DualPipe (DeepSeek-V3, arXiv 2412.19437, sections 3.2.1 and 3.2.2) pairs a micro-batch's forward with another's
+    backward, so that the all-to-all of one travels beside the products of the other: only what exceeds the layer's
+    computation shows, and what the kernels lose to it.
+    """
     ep = x.layout.ep
     if ep == 1 or not x.model.moe:
         return 0.0
     layout, inside = x.layout, x.layout.expert_tp
     group = x.network.group(ep, inside)
-    exposed = x.c.ep_network if group.crosses else x.c.ep_exposed
-    total = 0.0
+    paired = layout.schedule == "dualpipe"
+    exposed = 1.0 if paired else x.c.ep_network if group.crosses else x.c.ep_exposed
+    total = sent = 0.0
     for kind in x.model.kinds:
         if kind.experts:
             # Each TP rank sends its own slice of the tokens; ranks that share an expert then gather each other's.
             size = BF16 * x.tokens / layout.tp * kind.top_k * x.model.hidden * x.c.imbalance
-            one = exposed * x.network.all_to_all(size, group, kind.top_k if layout.dedup else 1)
-            one += x.c.ep_exposed * x.network.gather(size * inside, x.network.group(inside, 1))
-            total += one * (4 + 2 * again) * kind.count / x.model.layers
-    return total
+            times = (4 + 2 * again) * kind.count / x.model.layers
+            sent += exposed * x.network.all_to_all(size, group, kind.top_k if layout.dedup else 1) * times
+            total += x.c.ep_exposed * x.network.gather(size * inside, x.network.group(inside, 1)) * times
+    return total + (_exposed(sent, layer.forward + layer.backward, x.c) if paired else sent)
 
 
 def _exposed(comm: float, window: float, c: Constants) -> float:

@@ -15,6 +15,7 @@ from headway.account.errors import UserError
 from headway.account.shape import ModelShape
 from headway.plan.hybrid import HYBRIDS, hybrid_shape
 from headway.plan.hybrid_delta import delta_shape
+from headway.plan.reading import json_of
 
 Precision = Literal["bf16", "fp16", "fp8", "fp4"]
 PRECISIONS: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp4")
@@ -52,7 +53,11 @@ class Workload:
         if not (1 <= self.seq <= _MOST and 1 <= self.global_batch <= _MOST):
             raise UserError(f"seq {self.seq} and global_batch {self.global_batch} must be between 1 and {_MOST:,}")
         if self.mean_square is not None and not self.mean_square >= 1:
-            raise UserError(f"mean_square {self.mean_square}: give sum n^2 / sum n of the documents, at least 1")
+            raise UserError(f"mean_square {self.mean_square:g}: give sum n^2 / sum n of the documents, at least 1")
+        if self.mean_square is not None and self.mean_square > self.seq:
+            raise UserError(
+                f"mean_square {self.mean_square:g} is more than seq {self.seq}: no document is longer than its pack"
+            )
         if self.precision not in PRECISIONS:
             near = difflib.get_close_matches(str(self.precision), PRECISIONS, n=2) or PRECISIONS
             raise UserError(f"precision {self.precision!r} is unknown; nearest: {', '.join(near)}")
@@ -65,7 +70,7 @@ class Workload:
     @property
     def attended(self) -> float:
         """Length that attention's cost is that of: Σ n² / Σ n, the whole sequence unless documents are packed."""
-        return float(self.seq if self.mean_square is None else min(self.mean_square, self.seq))
+        return float(self.seq if self.mean_square is None else self.mean_square)
 
 
 def model_presets() -> dict[str, dict[str, Any]]:
@@ -107,10 +112,7 @@ def load_config(spec: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     except (OSError, ValueError) as error:  # a name that no file can have, or one that may not be read
         raise UserError(f"--model {spec!r}: cannot be read ({error})") from error
     if content is not None:
-        try:
-            config = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"--model {path}: not JSON ({error})") from error
+        config = json_of(content, f"--model {path}")
         if not isinstance(config, dict):
             raise UserError(f"--model {path}: give an object with the keys of a Hugging Face config.json")
         if not config.get("model_type"):
