@@ -312,6 +312,41 @@ def collecting(us: float, name: str = "<built-in method collect of module object
     return each_step(work)  # fmt: skip
 
 
+def saving(name: str, us: float = 4000.0, cat: str = "user_annotation") -> Kineto:
+    """The loop does something else for a while, under a name or under none, and the device waits."""
+
+    def work(trace: Kineto, _: int) -> None:
+        clean_step(trace, 2)
+        trace.wait()
+        if name:
+            with trace.annotated("loop.py(7): <module>", "python_function"):
+                trace.host(1.0)
+                with trace.annotated(name, cat):
+                    trace.host(us)
+                trace.host(1.0)
+        else:
+            trace.host(us)
+        trace.matmul()
+
+    return each_step(work)  # fmt: skip
+
+
+def writing_on_cpu(name: str) -> Kineto:
+    """A process without a device that writes for half of each step."""
+
+    def work(trace: Kineto, _: int) -> None:
+        for _ in range(4):
+            with trace.annotated("aten::mm", "cpu_op"):
+                trace.host(1000.0)
+        if name:
+            with trace.annotated(name, "python_function"):
+                trace.host(4000.0)
+        else:
+            trace.host(4000.0)
+
+    return each_step(work)  # fmt: skip
+
+
 def serving(prompt_us: float, decodes: int) -> Kineto:
     trace = Kineto()
     for _ in range(4):

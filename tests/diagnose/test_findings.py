@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import tiny
@@ -17,9 +19,12 @@ from headway.diagnose.case import case_of
 from headway.diagnose.diagnosis import Diagnosis, diagnose_job
 from headway.diagnose.efficiency import with_efficiency
 from headway.diagnose.finding import SYMPTOMS, Finding
+from headway.diagnose.findings.data_loading import data_finding
+from headway.diagnose.findings.ranks import straggler
 from headway.diagnose.job import read_job
 from headway.diagnose.passes import passes_of
 from headway.diagnose.said import Said
+from headway.watch.diagnosis_text import render_diagnosis
 
 Make = Callable[[], Kineto]
 
@@ -62,6 +67,15 @@ PAIRS: list[tuple[str, Make, Make]] = [
         lambda: causes.collecting(1500.0, "<built-in function collect>"),
         lambda: causes.collecting(1500.0, "<built-in method collect of Metrics object at 0x7f>"),
     ),
+    ("host-busy", lambda: causes.saving("save_state"), lambda: causes.saving("")),
+    ("host-busy", lambda: causes.saving("<built-in function fsync>", cat="python_function"), causes.fragmented),
+    ("host-busy", lambda: causes.writing_on_cpu("<built-in function urandom>"), lambda: causes.writing_on_cpu("")),
+    (
+        "host-busy",
+        lambda: causes.saving("save_state"),
+        lambda: causes.saving("<built-in function collect>", cat="python_function"),
+    ),
+    ("host-busy", lambda: causes.saving("save_state"), lambda: causes.saving("aten::mul", cat="cpu_op")),
     ("prefill-dominates", lambda: causes.serving(40_000.0, 4), lambda: causes.serving(2_000.0, 40)),
     ("unstable-steps", lambda: causes.uneven_steps({4, 9}), lambda: causes.uneven_steps(set())),
 ]
@@ -83,6 +97,52 @@ def test_the_cause_is_found_and_its_likeness_is_not(name: str, bad: Make, good: 
     assert 0 <= low <= high <= 1 and high > 0
     assert finding.evidence and finding.check and finding.proposal().setting
     assert found(diagnosed(tmp_path / "good", good()), name) is None
+
+
+def test_the_host_range_is_named_with_what_calls_it_and_what_is_not_named_is_asked_for(tmp_path: Path) -> None:
+    name = "<built-in method write of _io.BufferedWriter object at 0x7f00>"
+    named = diagnosed(tmp_path / "a", causes.saving(name, cat="python_function"))
+    finding = found(named, "host-busy")
+    assert finding is not None and finding.upper_ns == pytest.approx(4 * 4_000_000, rel=0.05)
+    assert finding.evidence[0].startswith("<built-in method write of _io.BufferedWriter object>: 4×")
+    assert finding.evidence[0].endswith("in loop.py(7): <module>") and named.advice == ""
+    for trace in (causes.saving(""), causes.writing_on_cpu("")):
+        unnamed = diagnosed(tmp_path / "b", trace)
+        assert not unnamed.clean and "with_stack=True" in unnamed.advice
+        shown = Console(width=80, file=io.StringIO(), force_terminal=False)
+        shown.print(render_diagnosis(unnamed))
+        assert "no cause was found that is worth a change" not in shown.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("own", "steps", "last", "title", "remedy"),
+    [
+        ({7: "slow_host_work"}, 1, {7: 5, 1: 3}, "rank 7 comes last most often", "mend-rank"),
+        ({}, 1, {7: 8}, "rank 7 comes last most often", "mend-rank"),
+        ({}, 12, {7: 96}, "rank 7 is always the slow one", "replace-rank"),
+        ({7: "save"}, 12, {7: 96}, "rank 7 is always the slow one", "mend-rank"),
+        ({}, 12, {7: 65, 1: 31}, "rank 7 comes last most often", "replace-rank"),
+        ({7: "save"}, 12, {7: 12, 1: 13, 2: 12}, "another rank is slow each time", "balance-ranks"),
+    ],
+)
+def test_a_straggler_is_judged_by_what_was_seen(
+    own: dict[int, str], steps: int, last: dict[int, int], title: str, remedy: str
+) -> None:
+    finding = straggler(last, 100, dict.fromkeys(range(8), 10), 1000, {7: "compute 3 ms"}, "collective", own, steps)
+    assert (finding.title, finding.remedy) == (title, remedy)
+    assert any("record some more" in line for line in finding.evidence) == (steps == 1)
+    assert ("leave `" in finding.check) == (7 in own and remedy != "balance-ranks")
+
+
+@pytest.mark.parametrize(
+    ("wait", "on_gpu", "least"), [(0.84, True, 0.475), (0.84, False, 0.25), (0.3, True, 0.285), (0.3, False, 0.15)]
+)
+def test_a_loader_that_takes_most_of_the_step_is_surely_worth_more_than_one_that_takes_a_little(
+    wait: float, on_gpu: bool, least: float
+) -> None:
+    waits = [int(wait * 1e9)] * 4
+    finding = data_finding(waits, [10**9] * 4, 4 * 10**9, sum(waits), "data", "", on_gpu)
+    assert finding.gain[0] == pytest.approx(least, abs=1e-3)
 
 
 def test_a_clean_step_has_no_finding(tmp_path: Path) -> None:
@@ -115,7 +175,7 @@ def test_stragglers(late: Callable[[int, int], float], name: str | None, tmp_pat
     if name == "straggler-constant":
         finding = found(diagnosis, name)
         assert finding is not None and "rank 2" in finding.title
-        assert "slow_host_work" in " ".join(finding.evidence) or "host" in " ".join(finding.evidence)
+        assert "slow_host_work" in " ".join(finding.evidence) and finding.remedy == "mend-rank"
 
 
 def test_a_compilation_counts_once_under_however_many_names(tmp_path: Path) -> None:

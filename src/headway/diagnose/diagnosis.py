@@ -23,6 +23,7 @@ from headway.diagnose.findings import (
     data_loading,
     fragmentation,
     garbage,
+    host_busy,
     host_sync,
     link,
     loss,
@@ -59,6 +60,7 @@ FINDERS: tuple[Finder, ...] = (
     precision.find,
     recompiles.find,
     garbage.find,
+    host_busy.find,
     prefill.find,
     steps.find,
 )
@@ -67,7 +69,7 @@ FINDERS: tuple[Finder, ...] = (
 NEARLY_CLEAN, NEARLY_CLEAN_AT_MOST = 0.05, 0.15
 NOTABLE_RECORDING = 0.02
 # An idle device without a cause is not a clean one.
-UNEXPLAINED = 0.30
+UNEXPLAINED = 0.20
 _BACKWARD = re.compile(r"bwd|backward|bprop|dq_dk|dot_do_o|convert_dq", re.IGNORECASE)
 
 
@@ -115,8 +117,19 @@ class Diagnosis:
         """Share of the window in which the device was idle, for which no finding claims the time. 0 to 1."""
         if self.kind != "trace" or not self.wall_ns:
             return 0.0
-        claimed = sum(ns for item in self.findings for path, ns in item.claims.items() if path.startswith("idle."))
+        claims = [claim for item in self.findings for claim in item.claims.items()]
+        claimed = sum(ns for path, ns in claims if path.startswith(("idle.", "host.", "compile")))
         return max(0.0, (sum(self.idle.values()) - claimed) / self.wall_ns)
+
+    @property
+    def advice(self) -> str:
+        """What to do where the device idles and nothing that was recorded says why; empty elsewhere."""
+        if self.unexplained < UNEXPLAINED:
+            return ""
+        return (
+            f"the device idles {self.unexplained:.1%} of the window under nothing that is named: record again with "
+            '`with_stack=True`, or put `torch.profiler.record_function("save")` and the like around what the loop does'
+        )
 
     @property
     def clean(self) -> bool:
@@ -160,6 +173,7 @@ class Diagnosis:
                  "setting": remedy.setting, "check": remedy.check, "for": [item.name for item in items]}
                 for remedy, items in top_remedies(self.findings)
             ],
+            "advice": self.advice,
             "largest": [dataclasses.asdict(item) for item in self.largest],
             "efficiency": _efficiency_dict(self.rank),
             "memory": _memory_dict(self.memory),

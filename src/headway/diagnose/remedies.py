@@ -236,6 +236,23 @@ register(
     NO_MATH,
 )
 register(
+    "move-off-the-loop",
+    ("host.other", "host.logging"),
+    {},
+    "do it beside the loop (a queue to a writer thread, a process of its own, "
+    "`torch.distributed.checkpoint.async_save`), or every hundredth step instead of each",
+    NO_MATH,
+)
+register(
+    "mend-rank",
+    ("straggler", "comm"),
+    {},
+    "look first at what this rank runs before it arrives (see the evidence): logging, saving and checks under "
+    "`if rank == 0`, its own shard of the data; give it to all ranks, to another process, or to fewer steps. Only "
+    "where nothing of the kind explains it, look at its host: `nvidia-smi -q -d PERFORMANCE,CLOCK`, CPU load, disk",
+    NO_MATH,
+)
+register(
     "log-less",
     ("host.logging",),
     {"log.every": 10},

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from headway.account.errors import UserError
-from headway.diagnose.facts import NONE, HostEvents, HostKind, Int64, Window
+from headway.diagnose.facts import NONE, HostEvents, HostKind, Int64, RankFacts, Window
 from headway.diagnose.linking import at_rows
 from headway.diagnose.trace import Trace
 
@@ -105,7 +105,7 @@ def _named_steps(trace: Trace, pattern: re.Pattern[str]) -> list[HostStep]:
     return steps
 
 
-def main_thread(trace: Trace) -> int:
+def main_thread(trace: Trace | RankFacts) -> int:
     """The thread that drives training: the one with the steps, else with the loader or optimizer, else the busiest."""
     host = trace.host
     for prefix in (STEP_PREFIX, "enumerate(DataLoader)", "Optimizer."):

@@ -287,7 +287,11 @@ def _remedies(item: Diagnosis) -> Group:
         table.add_row("", "PyTorch", Text(remedy.setting))
         table.add_row("", "check", Text(remedy.check, style="dim"))
         rows.append(table)
-    if len(rows) == 1:
+    if item.advice:
+        rows.append(Text(item.advice, style="yellow"))
+    elif item.run and not item.run.steps:
+        rows.append(Text("nothing can be said: no step was finished", style="yellow"))
+    elif len(rows) == 1:
         rows.append(Text("nothing: no cause was found that is worth a change", style="green"))
     return Group(*rows)
 

@@ -37,13 +37,15 @@ def data_finding(
 ) -> Finding:
     """Starvation or jitter, from the waits and lengths of steps (ns).
 
-    Upper bound: all of the wait, on a CPU also what it leaves cold. Surely won: what one loader working ahead hides
-    under the rest of the step, min(wait, rest) step by step, less a twentieth for handing batches over; where the loop
-    computes on a CPU, half of it, since a loader ahead may need the cores that compute.
+    Upper bound: all of the wait, on a CPU also what it leaves cold. Surely won: min(wait, step / 2) step by step, less
+    a twentieth for handing batches over. Where the wait is the shorter half, one loader that works ahead hides it under
+    the rest. Where it is the longer, the loader is the bottleneck and stays it: two loaders (or twice as many as there
+    are) make two batches in the time of one, and the step is half as long. Where the loop computes on a CPU, half of
+    that, since loaders may need the cores that compute.
     """
     typical, worst = float(np.median(waits)), max(waits)
     jitter = len(waits) >= 4 and worst > _JITTER * max(typical, 1e5) and typical < 0.5 * np.mean(waits)
-    hidden = sum(min(wait, max(0, wall - wait)) for wait, wall in zip(waits, walls, strict=True))
+    hidden = sum(min(wait, wall // 2) for wait, wall in zip(waits, walls, strict=True))
     total = max(1, sum(waits))
     long = sum(wait >= _SWITCHED_NS for wait in waits)
     evidence = (

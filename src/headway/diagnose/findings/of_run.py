@@ -84,7 +84,8 @@ def _straggler(run: RunFacts) -> Iterator[Finding]:
         path = max(more, key=lambda key: more[key])
         where = f" on {lines[-1].host}" if lines[-1].host else ""
         doing[rank] = f"{path} takes {ms(more[path])} more than on the others{where}"
-    yield straggler(last, total, caused, run.wall_ns, doing, "step")
+    code = {rank: text.split(" ")[0] for rank, text in doing.items() if text.startswith(("data", "host."))}
+    yield straggler(last, total, caused, run.wall_ns, doing, "step", code, len(run.ranks[order[0]]))
 
 
 def _own_work(line: RankLine) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 
 from headway.diagnose.case import Case
@@ -10,7 +11,13 @@ from headway.diagnose.finding import Finding
 from headway.diagnose.view import ms
 
 NOTABLE, CONSTANT = 0.03, 0.6
-_LEAST = 3
+_LEAST = 3  # collectives, and steps
+_ALWAYS = 0.9
+_CODE = "host code: "
+# What every rank runs in a step; more of it on one rank is no code of its own.
+_EVERYBODYS = re.compile(
+    r"^(?:aten|autograd|torch|c10d?|nccl|gloo)::?|^Optimizer\.|^headway\.(?:compute|comm)|^\w+Backward\d"
+)
 # A rank is called the slow one only where equal ranks would hardly ever give such a count.
 _CHANCE = 0.05
 
@@ -26,7 +33,20 @@ def find(case: Case) -> Iterator[Finding]:
         return
     doing = {rank: ", ".join(f"{what} {ms(ns)}" for what, ns in sorted(did.items(), key=lambda x: -x[1])[:3])
              for rank, did in found.doing.items()}  # fmt: skip
-    yield straggler(found.last_arrivals, waited, found.caused_ns, wall, doing, "collective")
+    own = {rank: code for rank, did in found.doing.items() if (code := _own_code(did))}
+    steps = min(len(rank.device().steps.rows) or 1 for rank in case.job.ranks)
+    yield straggler(found.last_arrivals, waited, found.caused_ns, wall, doing, "collective", own, steps)
+
+
+def _own_code(did: Mapping[str, int]) -> str:
+    """The host code that fills most of a late rank's time, where it fills half of it; "" where the device computes."""
+    code = {what.removeprefix(_CODE): ns for what, ns in did.items() if what.startswith(_CODE)}
+    code = {what: ns for what, ns in code.items() if not _EVERYBODYS.search(what)}
+    if not code:
+        return ""
+    whole = sum(ns for what, ns in did.items() if not what.startswith(_CODE)) or sum(did.values())
+    name, ns = max(code.items(), key=lambda item: item[1])
+    return name if 2 * ns >= whole else ""
 
 
 def straggler(
@@ -36,8 +56,13 @@ def straggler(
     wall_ns: int,
     doing: Mapping[int, str],
     what: str,
+    own_code: Mapping[int, str],
+    steps: int,
 ) -> Finding:
     """A constant or a wandering straggler, from how often each rank came last and the others' wait that it caused (ns).
+
+    `own_code` names what a rank's host does meanwhile, where that explains it; `steps` is how many were seen: what is
+    last in every collective of one step was late once.
 
     Upper bound: the typical rank's wait. Surely won: the slowest rank's part of it, were the next slowest last instead
     (constant); a wandering straggler's cause is on no rank, so that half is put back.
@@ -66,17 +91,31 @@ def straggler(
         ]
     if doing.get(slow):
         evidence.append(f"meanwhile rank {slow}: {doing[slow]}")
+    few = steps < _LEAST
+    if few:
+        evidence.append(f"seen in {steps} step{'s' * (steps > 1)}: record some more, to tell a habit from an accident")
+    always = constant and not few and count >= _ALWAYS * times
+    # A host is not to be blamed for what its program does, nor for what happened once.
+    by_code = bool(own_code.get(slow))
     return Finding(
         name="straggler-constant" if constant else "straggler-wandering",
-        title=f"rank {slow} is always the slow one" if constant else "another rank is slow each time",
+        title=_title(slow, always, constant),
         claims={"straggler": waited},
         lower_ns=min(lower, waited),
         wall_ns=wall_ns,
         evidence=tuple(evidence),
-        check="swap the slow rank's host with another: the fault moves with the host or stays with the rank's data",
-        remedy="replace-rank" if constant else "balance-ranks",
+        check=f"leave `{own_code[slow]}` out on rank {slow} for a few steps: the others' wait goes with it"
+        if by_code
+        else "swap the slow rank's host with another: the fault moves with the host or stays with the rank's data",
+        remedy="balance-ranks" if not constant else "mend-rank" if by_code or few else "replace-rank",
         symptom="unstable step time" if not constant else "",
     )
+
+
+def _title(slow: int, always: bool, constant: bool) -> str:
+    if not constant:
+        return "another rank is slow each time"
+    return f"rank {slow} is always the slow one" if always else f"rank {slow} comes last most often"
 
 
 def _by_chance(count: int, times: int, ranks: int) -> float:

@@ -12,7 +12,7 @@ from headway.diagnose.finding import Finding
 from headway.diagnose.view import ms
 
 NOTABLE = 0.02
-_COMPILE = (
+COMPILE = (
     r"\(dynamo_timed\)|^dynamo$|^compile_fx|_compile\.compile_inner|entire_frame_compile|backend_compile|CompilingPyCodegen|"
     r"convert_frame\.py.*(compile|transform)|PyCodeCache|async_compile"
 )
@@ -24,7 +24,7 @@ def find(case: Case) -> Iterator[Finding]:
     """Upper bound: the host's time in the compiler inside the window; on a CPU also what cold
     caches cost after it. Put back: one compile, since a dynamic one replaces all others."""
     view = case.view
-    rows = view.host_rows(_COMPILE, (HostKind.ANNOTATION, HostKind.OP, HostKind.PYTHON))
+    rows = view.host_rows(COMPILE, (HostKind.ANNOTATION, HostKind.OP, HostKind.PYTHON))
     if not len(rows):
         return
     spent = measure(view.host_intervals(rows))

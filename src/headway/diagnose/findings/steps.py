@@ -49,7 +49,7 @@ def unstable(
         typical = float(np.median([part.get(path, 0) for part in parts]))
         grown[path] = sum(parts[i].get(path, 0) - typical for i in slow)
     causes = [(path, ns) for path, ns in sorted(grown.items(), key=lambda item: -item[1]) if ns > 0.1 * excess][:3]
-    within = _CAUSES.get(causes[0][0], "") if causes else ""
+    within = {**_CAUSES, "idle.host": "host-busy"}.get(causes[0][0], "") if causes else ""
     # What has a finding of its own is claimed there; here it would halve that one's claim.
     mine = [(path, ns) for path, ns in causes if within or path not in _CAUSES]
     whole = sum(max(0.0, ns) for _, ns in causes)
