@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+import orjson
 import pytest
 import torch
 from rich.console import Console
@@ -112,6 +113,21 @@ def test_the_host_range_is_named_with_what_calls_it_and_what_is_not_named_is_ask
         shown = Console(width=80, file=io.StringIO(), force_terminal=False)
         shown.print(render_diagnosis(unnamed))
         assert "no cause was found that is worth a change" not in shown.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_a_script_gets_what_the_terminal_prints(tmp_path: Path) -> None:
+    diagnosis = diagnose_job(read_job(causes.ranks(tmp_path, lambda rank, step: 900.0 if rank == 2 else 0.0)))
+    read = orjson.loads(orjson.dumps(diagnosis.to_dict(), option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS))
+    trace, device = read["trace"], diagnosis.rank.device()  # type: ignore[union-attr]
+    assert trace["utilisation"] == device.shares.utilisation and trace["overlap"] == device.shares.overlap
+    parts = ("compute_ns", "exposed_comm_ns", "exposed_mem_ns", "idle_ns")
+    assert sum(trace[part] for part in parts) == read["wall_ns"]
+    assert len(trace["steps"]["rows"]) == 12 and trace["steps"]["rows"][0]["wall_ns"] > 0
+    assert trace["kernels"][0]["total_ns"] > 0 and trace["kinds"] and trace["fragmentation"]["kernels"] > 0
+    assert [row["rank"] for row in trace["ranks"]] == [0, 1, 2, 3]
+    assert (
+        trace["ranks"][2]["last"] == 12 and trace["ranks"][0]["waited_ns"] > 0 and trace["collectives"]["matched"] == 12
+    )
 
 
 @pytest.mark.parametrize(

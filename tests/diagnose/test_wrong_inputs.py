@@ -60,6 +60,18 @@ def test_a_file_given_twice_is_not_two_ranks(tmp_path: Path) -> None:
         open_diagnosis([path, tmp_path / "." / "t.json.gz"], Options(), Said())
 
 
+def test_a_folder_is_a_run_or_holds_traces(tmp_path: Path) -> None:
+    clean(2).write(tmp_path / "job" / "traces" / "a.json.gz")
+    assert open_diagnosis([tmp_path / "job" / "traces"], Options(), Said()).kind == "trace"
+    with pytest.raises(
+        UserError, match=r"neither a run folder .*; traces lie further below: give them, .*traces/\*\.gz"
+    ):
+        open_diagnosis([tmp_path / "job"], Options(), Said())
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=r"nor one of traces \(no \*\.json\[\.gz\]\)$"):
+        open_diagnosis([tmp_path / "none"], Options(), Said())
+
+
 def test_a_json_that_is_no_model_is_named(tmp_path: Path) -> None:
     for text in ('{"a": 1}', "[]", "\x00"):
         (tmp_path / "config.json").write_text(text)

@@ -16,6 +16,7 @@ from headway.account.tree import RUN
 from headway.account.waterfall import Waterfall, waterfall
 from headway.diagnose.case import Case, Finder, case_of
 from headway.diagnose.facts import DeviceFacts, JobFacts, RankFacts
+from headway.diagnose.figures import trace_figures
 from headway.diagnose.finding import Finding, rank, top_remedies
 from headway.diagnose.findings import (
     attention,
@@ -175,6 +176,8 @@ class Diagnosis:
             ],
             "advice": self.advice,
             "largest": [dataclasses.asdict(item) for item in self.largest],
+            "trace": trace_figures(self.job, self.rank) if self.job and self.rank else None,
+            "steps_counted": len(self.run.steps) if self.run else None,
             "efficiency": _efficiency_dict(self.rank),
             "memory": _memory_dict(self.memory),
             "communication_names": list(self.job.comm_names) if self.job else [],

@@ -11,6 +11,8 @@ from typing import Any
 from headway.account.remedy import Remedy
 from headway.diagnose.remedies import predict
 
+SURE = 0.0005  # share of the time below which nothing is surely won: it is printed as 0.0 %
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -148,6 +150,7 @@ def _scaled(item: Finding, scale: Mapping[str, float]) -> Finding:
 def top_remedies(findings: Iterable[Finding], count: int = 3) -> list[tuple[Remedy, list[Finding]]]:
     """The remedies of the first findings, each once with the gains of all findings that it answers added up.
 
+    Where one of them wins something for sure, those that only may are left out: the findings name them.
     Added gains are of different time already (see `rank`), so they may be added.
     """
     groups: dict[str, list[Finding]] = {}
@@ -162,4 +165,5 @@ def top_remedies(findings: Iterable[Finding], count: int = 3) -> list[tuple[Reme
         change = next((item.change for item in items if item.change), {})
         result.append((predict(name, (low, high), evidence, change), items))
     result.sort(key=lambda pair: (-pair[0].gain[0], -pair[0].gain[1]))
-    return result[:count]
+    sure = [pair for pair in result if pair[0].gain[0] >= SURE or not all(one.gain_known for one in pair[1])]
+    return (sure if result and result[0][0].gain[0] >= SURE else result)[:count]

@@ -40,8 +40,14 @@ def diagnose_traces(paths: Sequence[Path], options: Options, memory: MemoryFacts
 def _of_folder(folder: Path, options: Options, memory: MemoryFacts | None, said: Said) -> Diagnosis:
     traces = sorted(folder.glob("*.json.gz")) + sorted(folder.glob("*.json"))
     traces = [path for path in traces if path.name not in ("diagnosis.json", "environment.json", "run_id.json")]
-    if not (folder / "metrics.jsonl").is_file() and traces:
-        return diagnose_traces(traces, options, memory, said)
+    if not (folder / "metrics.jsonl").is_file():
+        if traces:
+            return diagnose_traces(traces, options, memory, said)
+        below = next((path for path in sorted(folder.glob("*/*.json*")) if path.suffix in (".json", ".gz")), None)
+        where = f"; traces lie further below: give them, {below.parent}/*{below.suffix}" if below else ""
+        raise UserError(
+            f"{folder}: neither a run folder (no metrics.jsonl) nor one of traces (no *.json, *.json.gz){where}"
+        )
     run = read_run(folder)
     trace, left_out = _newest_trace(run, options)
     diagnosis = diagnose_run(run, trace, memory)

@@ -111,13 +111,13 @@ class View:
         """Summed ns of these device events inside the window."""
         return int(self.spent[mask].sum())
 
-    def near(self, rows: Mask, places: int) -> Mask:
+    def near(self, rows: Mask, places: int, measure_by: Mask | None = None) -> Mask:
         """Device events at most so many places from one of `rows`.
 
         On a CPU an operator is many pieces, most of them of no length to speak of: those below a twentieth of the
-        longest of `rows` are no places.
+        longest of `measure_by` (`rows` where it is not given) are no places.
         """
-        longest = int(self.spent[rows].max(initial=0))
+        longest = int(self.spent[rows if measure_by is None else measure_by].max(initial=0))
         counted = np.ones(len(rows), bool) if self.on_gpu else self.spent * 20 >= longest
         rows = rows & counted
         order = np.flatnonzero(counted)

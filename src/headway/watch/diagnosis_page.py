@@ -68,8 +68,12 @@ def render_page(item: Diagnosis, compared: Comparison | None = None) -> str:
 
 
 def _name(item: Diagnosis) -> str:
-    source = item.run.folder.root.resolve() if item.run else Path(item.source.rpartition(": ")[2])
-    return source.name
+    if item.run is not None:
+        return item.run.folder.root.resolve().name
+    if item.job is not None and len(item.job.ranks) > 1:
+        folders = {Path(rank.path).resolve().parent.name for rank in item.job.ranks}
+        return f"{folders.pop()}: {len(item.job.ranks)} ranks" if len(folders) == 1 else f"{len(item.job.ranks)} ranks"
+    return Path(item.source).name
 
 
 def _data(item: Diagnosis) -> dict[str, Any]:

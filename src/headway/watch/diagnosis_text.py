@@ -16,7 +16,8 @@ from headway.account.tree import UNACCOUNTED
 from headway.diagnose.compare import Change, Comparison
 from headway.diagnose.diagnosis import Diagnosis
 from headway.diagnose.facts import DeviceFacts, Efficiency, RankComparison
-from headway.diagnose.finding import Finding, top_remedies
+from headway.diagnose.finding import SURE, Finding, top_remedies
+from headway.diagnose.shape_flops import CONVENTION
 from headway.diagnose.snapshot import MemoryFacts
 from headway.diagnose.view import short
 from headway.watch import format as fmt
@@ -126,7 +127,8 @@ def _trace_facts(device: DeviceFacts) -> Iterator[tuple[str, str]]:
 
 
 def _efficiency(found: Efficiency) -> Iterator[tuple[str, str]]:
-    covered = f"shapes cover {fmt.percent(found.coverage)} of compute"
+    by_shapes = found.convention.startswith(CONVENTION)
+    covered = f"shapes cover {fmt.percent(found.coverage)} of compute" if by_shapes else "FLOPs of --model"
     if found.mfu is not None:
         again = (
             f", HFU {fmt.percent(found.hfu)}" if found.hfu is not None else ", HFU unknown: no backward in the trace"
@@ -261,11 +263,13 @@ def _finding(found: Finding) -> Table:
 
 
 def gain_text(gain: tuple[float, float], known: bool = True) -> str:
-    """``2.1–31.7 %``: what is surely won, and at most."""
+    """``2.1–31.7 %``: what is surely won, and at most; ``up to 31.7 %`` where nothing is sure."""
     if not known:
         return "gain unknown"
     low, high = 100 * gain[0], 100 * gain[1]
-    return f"{high:.1f} %" if f"{low:.1f}" == f"{high:.1f}" else f"{low:.1f}–{high:.1f} %"
+    if f"{low:.1f}" == f"{high:.1f}":
+        return f"{high:.1f} %"
+    return f"up to {high:.1f} %" if low < 0.05 else f"{low:.1f}–{high:.1f} %"
 
 
 def _remedies(item: Diagnosis) -> Group:
@@ -278,7 +282,10 @@ def _remedies(item: Diagnosis) -> Group:
         table.add_column(overflow="fold")
         text = Text(remedy.name, style="bold green")
         text.append(
-            f"  wins {gain_text(remedy.gain, known)} of the time" if known else "  gain unknown", style="default"
+            f"  {'wins' if remedy.gain[0] >= SURE else 'may win'} {gain_text(remedy.gain, known)} of the time"
+            if known
+            else "  gain unknown",
+            style="default",
         )
         text.append(f"  for {', '.join(one.name for one in found)}", style="dim")
         table.add_row(f"{number}.", "remedy", text)
@@ -320,7 +327,7 @@ def render_comparison(item: Comparison) -> RenderableType:
     if item.kernels:
         kernels = plain_table("kernels that changed most", "this", "other", "difference")
         for row in item.kernels[:_ROWS]:
-            kernels.add_row(Text(row.label[:56]), *_change(row))
+            kernels.add_row(Text(short(row.label, 38)), *_change(row))
         parts.append(kernels)
     if item.settings:
         parts.append(Text("settings that differ\n  " + "\n  ".join(item.settings[:12]), style="default"))

@@ -27,7 +27,7 @@ def find(case: Case) -> Iterator[Finding]:
     softmax = view.from_op(_OPS) & view.computing & view.of_kind("softmax", "elementwise", "norm", "reduction", "other")
     products = view.from_op(_PRODUCTS) & view.computing
     # A softmax without such a product beside it is a router's, a sampler's or the loss's.
-    softmax &= view.near(products, _NEIGHBOURS)
+    softmax &= view.near(products, _NEIGHBOURS, measure_by=softmax)
     if not softmax.any():
         return
     every = softmax | _beside(view, softmax)

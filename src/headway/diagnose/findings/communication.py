@@ -60,7 +60,8 @@ def _gradients(view: View, exposed: int) -> Iterator[Finding]:
     sizes = sorted({_mib(one) for one in items if one.elements != NONE})
     evidence = [f"{ms(bare)} of {len(items):,} collectives lie bare; overlap is {overlap:.0%}"]
     if sizes:
-        evidence.append(f"messages of {sizes[0]:.3g} to {sizes[-1]:.3g} MiB")
+        least, most = f"{sizes[0]:.3g}", f"{sizes[-1]:.3g}"
+        evidence.append(f"messages of {least if least == most else f'{least} to {most}'} MiB")
     yield Finding(
         name="gradient-sync-exposed",
         title="gradient communication is not hidden under backward",

@@ -11,11 +11,12 @@
   const percent = v => (100 * v).toFixed(1) + " %";
 
   // Columns whose layers are shares of 1; below them a lane for each stream and one for the steps.
-  function slices(card, { layers, lanes = [], steps = [], at, ends }) {
+  function slices(card, { layers, weights = layers[0].values.map(() => 1), lanes = [], steps = [], at, ends }) {
     const keys = make("div", "keys"), canvas = make("canvas", "slices"), note = make("p", "at");
     card.append(keys, canvas, note);
     const number = layers[0].values.length, left = lanes.length || steps.length ? 76 : 40, tall = 220, lane = 15;
-    const mean = layers.map(layer => layer.values.reduce((a, b) => a + b, 0) / number);
+    const whole = weights.reduce((a, b) => a + b, 0) || 1; // a longer column holds more of the time
+    const mean = layers.map(layer => layer.values.reduce((sum, value, i) => sum + value * weights[i], 0) / whole);
     const top = steps.length ? 18 : 4;
     const height = top + tall + 18 + lanes.length * lane + (lanes.length ? 6 : 0);
     const keyTexts = layers.map((layer, i) => {
@@ -84,7 +85,7 @@
   if (data.account) {
     const a = data.account;
     paints.push(slices(cards.run, {
-      layers: a.series, ends: ["step " + a.step[0].toLocaleString("en"), a.step[a.step.length - 1].toLocaleString("en")],
+      layers: a.series, weights: a.seconds.map((s, i) => s * a.steps[i]), ends: ["step " + a.step[0].toLocaleString("en"), a.step[a.step.length - 1].toLocaleString("en")],
       at: i => "step " + a.step[i].toLocaleString("en") + ": " + seconds(a.seconds[i]) + (a.steps[i] > 1 ? ", mean of " + a.steps[i] + " steps" : ""),
     }));
   } else cards.run.remove();
