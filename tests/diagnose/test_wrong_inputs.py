@@ -68,7 +68,7 @@ def test_a_folder_is_a_run_or_holds_traces(tmp_path: Path) -> None:
     ):
         open_diagnosis([tmp_path / "job"], Options(), Said())
     (tmp_path / "none").mkdir()
-    with pytest.raises(UserError, match=r"nor one of traces \(no \*\.json\[\.gz\]\)$"):
+    with pytest.raises(UserError, match=r"nor one of traces \(no \*\.json or \*\.json\.gz\)$"):
         open_diagnosis([tmp_path / "none"], Options(), Said())
 
 

@@ -46,7 +46,7 @@ def _of_folder(folder: Path, options: Options, memory: MemoryFacts | None, said:
         below = next((path for path in sorted(folder.glob("*/*.json*")) if path.suffix in (".json", ".gz")), None)
         where = f"; traces lie further below: give them, {below.parent}/*{below.suffix}" if below else ""
         raise UserError(
-            f"{folder}: neither a run folder (no metrics.jsonl) nor one of traces (no *.json, *.json.gz){where}"
+            f"{folder}: neither a run folder (no metrics.jsonl) nor one of traces (no *.json or *.json.gz){where}"
         )
     run = read_run(folder)
     trace, left_out = _newest_trace(run, options)
