@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from headway.account.account import Account
 from headway.account.checkpoint_interval import exact
 from headway.account.errors import UserError
+from headway.account.tree import STEP
 from headway.cli.main import _join_commands, _run
 from headway.plan.bench_file import check_measured, cluster_keys
 from headway.plan.cluster import load_cluster
 from headway.plan.constants import default_constants
 from headway.plan.layout import Layout
+from headway.plan.measured_run import MeasuredRun
 from headway.plan.predict import predict
+from headway.plan.read_back import check_small
 from headway.plan.rows import make_case
-from headway.plan.workload import Workload, load_model
+from headway.plan.shrink import shrink
+from headway.plan.workload import Workload, load_config, load_model
 
 _join_commands()
 
@@ -204,3 +210,35 @@ def test_dualpipe_hides_the_all_to_all_beside_the_other_direction() -> None:
     fast = replace(cluster, inter_node=10 * cluster.inter_node)
     hidden = predict(work, replace(layout, schedule="dualpipe"), fast).terms["ep"]
     assert hidden == pytest.approx(c.contention * predict(work, layout, fast).terms["ep"] / c.ep_network, rel=1e-6)
+
+
+def test_a_measured_run_must_be_the_small_one() -> None:
+    work = Workload(load_model("llama3-70b")[1], 8192, 512)
+    target = predict(work, Layout(dp=16, tp=8, pp=8, vpp=5), load_cluster("H100x1024"))
+    found = shrink(load_config("llama3-70b")[1], target, load_cluster("H100x16"))
+    small = found.small
+    seen = MeasuredRun(
+        small.account, 10, small.step_s, small.step_s, 16, "NVIDIA H100 80GB HBM3", small.workload.tokens
+    )
+    check_small(found, seen, small.workload.shape.parameters, "x")
+    for changes, parameters, says in (
+        ({"gpus": 8}, None, "8 GPUs, not 16"),
+        ({"device": "NVIDIA A100-SXM4-80GB"}, None, "A100.*not H100-SXM-80GB"),
+        ({"slots": 4096.0}, None, "4,096 token slots"),
+        ({}, 70_000_000_000, "70,000,000,000 parameters"),
+        ({"account": Account.close(STEP, 10**12, {"compute": 10**12})}, None, "not the small run"),
+    ):
+        with pytest.raises(UserError, match=says):
+            check_small(found, replace(seen, **changes), parameters, "x")
+
+
+def test_memory_is_told_by_what_decides(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "explain", "--model", "llama3-8b", "--cluster", "H100x8", "--global-batch", "64")
+    line = next(one for one in out.splitlines() if one.startswith("memory: needs"))
+    needs, there, *parts = map(float, re.findall(r"\d+\.\d", line))
+    assert code == 0 and needs <= there and sum(parts) == pytest.approx(needs, abs=0.3) and "(fits)" in line
+    shown = float(re.search(r"report up to ([\d.]+)", out)[1])  # type: ignore[index]
+    assert shown <= there and "of the BF16 peak" in out
+    sharded = predict(Workload(load_model("llama3-8b")[1], 4096, 64), Layout(dp=8, zero=3), load_cluster("H100x8"))
+    assert next(name for name, _ in sharded.memory.lines()) == "parameters"
+    assert sum(size for _, size in sharded.memory.lines()) == pytest.approx(sharded.memory.needed)

@@ -65,18 +65,27 @@ def explain(
         print(text)
     print(f"{best.layout.describe()}: step {best.step_s:.3f} s, {best.tokens_per_s_per_gpu:,.0f} tokens/s/GPU")
     shares = best.conventions
+    if factor != 1.0:
+        print(f"every time × {factor:.3f}, the factor of {machines.device.name} · {precision} in {calibrate}")
     print(
-        f"MFU {shares['causal']:.1%} (causal), {shares['full_attention']:.1%} (full attention), "
-        f"{shares['hardware']:.1%} (hardware FLOPs)"
+        f"of the {best.peak_name} peak: MFU {shares['causal']:.1%} (causal), "
+        f"{shares['full_attention']:.1%} (full attention), {shares['hardware']:.1%} (hardware FLOPs)"
     )
     for name, share in bottlenecks(best):
         print(f"  {name:<12} {best.terms[name]:10.4f} s {share:7.1%}")
     ratio, fraction = best.facts["bubble_ratio"], best.facts["bubble_fraction"]
     print(f"bubble: {ratio:.1%} of the work (ratio), {fraction:.1%} of work and bubble (fraction)")
     print(f"gradients and parameters hidden behind kernels: {best.facts['dp_hidden_s']:.4f} s")
-    held = best.memory.to_dict()
-    capacity = held.pop("capacity")
-    print(f"memory of {capacity / 2**30:.1f} GiB: " + " · ".join(f"{k} {v / 2**30:.1f}" for k, v in held.items() if v))
+    held = best.memory
+    fits = "fits" if held.fits else "does not fit"
+    print(f"memory: needs {held.needed / 2**30:.1f} of {held.capacity / 2**30:.1f} GiB ({fits}): ", end="")
+    print(" · ".join(f"{name} {size / 2**30:.1f}" for name, size in held.lines()))
+    if best.layout.zero == 3:
+        print("  (the parameters themselves are the optimizer's fp32 shards)")
+    print(
+        f"  tools may report up to {held.shown / 2**30:.1f} GiB: with blocks the allocator keeps, which it gives back "
+        "when memory is short; what the plan needs decides"
+    )
     if second is not None:
         slower = second.step_s / best.step_s - 1
         print(f"runner-up: {second.layout.describe()}: step {second.step_s:.3f} s ({slower:+.1%})")

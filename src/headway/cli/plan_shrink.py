@@ -70,7 +70,8 @@ def shrink(
     Example: headway plan shrink --target llama3-70b --cluster H100x1024 --gpus 16 --measured runs/small --lr 3e-4
     """
     from headway.plan.measured_run import read_measured
-    from headway.plan.read_back import correct
+    from headway.plan.read_back import check_small, correct
+    from headway.plan.run_case import parameters_of
     from headway.plan.search import search
     from headway.plan.shrink import shrink as run
     from headway.plan.transfer import scale_of, transfer
@@ -95,6 +96,7 @@ def shrink(
         lines.append(f"written: {write_config}")
     if measured is not None:
         seen = read_measured(measured)
+        check_small(found, seen, parameters_of(measured), f"--measured {measured}")
         better = correct(found, seen)
         content["corrected"] = better.to_dict()
         lines += _corrected_lines(found, seen, better)

@@ -90,12 +90,16 @@ class Answer:
 
     def lines(self) -> Iterator[str]:
         yield self._title()
+        for cluster, factor in self.question.clusters:
+            if factor != 1.0:
+                where = f"{cluster.device.name} · {self.question.work.precision}"
+                yield f"every time × {factor:.3f}, what --calibrate says of {where}"
         for rank, one in enumerate(self.plans, 1):
             where = f"{one.cluster.device.name}: " if len(self.question.clusters) > 1 else ""
-            memory = f"needs {one.memory.needed / 2**30:.0f} of {one.memory.capacity / 2**30:.0f} GiB"
+            memory = f"needs {one.memory.needed / 2**30:.1f} of {one.memory.capacity / 2**30:.1f} GiB"
             yield f"{rank}. {where}{one.layout.describe()}"
             speed = f"step {one.step_s:.3f} s · {one.tokens_per_s_per_gpu:,.0f} tokens/s/GPU"
-            yield f"   {speed} · MFU {one.mfu:.1%} (causal) · {memory}"
+            yield f"   {speed} · MFU {one.mfu:.1%} of {one.peak_name} (causal) · {memory}"
             if self.costs:
                 yield f"   {self.costs[rank - 1].line()}"
         yield from idle(self.plans[0], self.question.fixed or {})

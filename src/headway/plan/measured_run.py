@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +57,14 @@ def read_measured(path: Path) -> MeasuredRun:
     except orjson.JSONDecodeError as error:
         raise UserError(f"{path}: not JSON ({error})") from error
     account = account_of(content, str(path))
-    return MeasuredRun(account, 1, account.wall_ns / 1e9, account.wall_ns / 1e9)
+    return MeasuredRun(account, 1, account.wall_ns / 1e9, account.wall_ns / 1e9, gpus=_gpus_of(content))
+
+
+def _gpus_of(content: Any) -> int | None:
+    """GPUs of the plan that `headway plan --json` writes beside an account."""
+    plan = content.get("plan") if isinstance(content, dict) else None
+    degrees = [plan.get(key) for key in ("dp", "tp", "pp", "cp")] if isinstance(plan, dict) else []
+    return math.prod(degrees) if degrees and all(isinstance(one, int) for one in degrees) else None
 
 
 def account_of(content: Any, where: str) -> Account:

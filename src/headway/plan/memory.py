@@ -27,6 +27,9 @@ _ADAM = 12  # fp32 master weight and two moments, bytes per parameter
 _ADAM_8BIT = 6  # fp32 master weight and two quantised moments
 
 
+_USES = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes by use on the fullest device; `total` of `capacity` (what a program can have there)."""
@@ -56,8 +59,19 @@ class Memory:
     def fits(self) -> bool:
         return self.needed <= self.capacity
 
+    @property
+    def shown(self) -> float:
+        """What tools will report at most: with the blocks that the allocator keeps, which cannot be more than there
+        are. It decides nothing: blocks that are free are given back when memory is short (`needed`)."""
+        return min(self.total, self.capacity)
+
+    def lines(self) -> list[tuple[str, float]]:
+        """(use, bytes) that add up to `needed`: what decides whether the plan fits."""
+        parts = [(name, getattr(self, name)) for name in _USES if getattr(self, name) or name in _USES[:3]]
+        return [*parts, ("context and libraries", self.needed - sum(held for _, held in parts))]
+
     def to_dict(self) -> dict[str, float]:
-        return {**asdict(self), "total": self.total, "needed": self.needed}
+        return {**asdict(self), "total": self.total, "needed": self.needed, "shown": self.shown}
 
 
 def memory(model: Profile, work: Workload, layout: Layout, cluster: Cluster) -> Memory:

@@ -76,6 +76,12 @@ class Prediction:
         return document_flops(work.shape, [round(work.attended)]).total / round(work.attended)
 
     @property
+    def peak_name(self) -> str:
+        """Whose peak MFU is a share of: the precision's, or bf16's where the device has none of its own (fp16)."""
+        rates, precision = self.cluster.device.rates, self.workload.precision
+        return precision.upper() if precision in rates else "BF16" if "bf16" in rates else next(iter(rates)).upper()
+
+    @property
     def mfu(self) -> float:
         """Useful FLOPs over the peak of the precision's products, causal convention."""
         rates = self.cluster.device.rates
@@ -103,6 +109,7 @@ class Prediction:
             "step_s": self.step_s,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "mfu": self.mfu,
+            "mfu_of_peak": self.peak_name,
             "mfu_by_convention": self.conventions,
             "terms_s": dict(self.terms),
             "facts": dict(self.facts),

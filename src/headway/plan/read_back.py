@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.account.account import Account
+from headway.account.errors import UserError
 from headway.account.tree import UNACCOUNTED
+from headway.plan.cluster import find_device
 from headway.plan.measured_run import MeasuredRun
 from headway.plan.shrink import Shrunk
 
@@ -68,6 +70,39 @@ def correct(shrunk: Shrunk, measured: MeasuredRun) -> Corrected:
     return Corrected(
         tuple(lines), total, total * measured.low_s / measured.step_s, total * measured.high_s / measured.step_s
     )
+
+
+_REASON = 10.0  # a step that many times off its prediction is of another run, not of a slower machine
+
+
+def check_small(shrunk: Shrunk, measured: MeasuredRun, parameters: int | None, where: str) -> None:
+    """Raises UserError naming what of the measured run is not the small run's: GPUs, device, token slots of a step,
+    parameters (each where the measurement says it), or a step far from any reason."""
+    small = shrunk.small
+    other = []
+    if measured.gpus and measured.gpus != small.cluster.gpus:
+        other.append(f"{measured.gpus} GPUs, not {small.cluster.gpus}")
+    if measured.device and _device(measured.device) != small.cluster.device.name:
+        other.append(f"device {measured.device!r}, not {small.cluster.device.name}")
+    if measured.slots and abs(measured.slots / small.workload.tokens - 1) > 0.02:
+        other.append(f"{measured.slots:,.0f} token slots a step, not {small.workload.tokens:,}")
+    if parameters and abs(parameters / small.workload.shape.parameters - 1) > 0.005:
+        other.append(f"{parameters:,} parameters, not {small.workload.shape.parameters:,}")
+    if other:
+        raise UserError(f"{where}: this is not the small run: {'; '.join(other)}")
+    ratio = measured.step_s / small.step_s
+    if not 1 / _REASON <= ratio <= _REASON:
+        raise UserError(
+            f"{where}: a step of {measured.step_s:.3g} s, {ratio:.3g} times the {small.step_s:.3g} s predicted: "
+            "not the small run, or not a step that could correct anything"
+        )
+
+
+def _device(name: str) -> str | None:
+    try:
+        return find_device(name).name
+    except UserError:
+        return None
 
 
 def _folded(predicted: Account, seen: Account) -> Mapping[str, float]:

@@ -86,6 +86,15 @@ def _of(config: Mapping[str, Any], section: str, key: str) -> Any:
     return inside.get(key) if isinstance(inside, dict) else None
 
 
+def parameters_of(path: Path) -> int | None:
+    """Parameters of a run folder's model; None for a file, or where the folder no longer says which model it was."""
+    folder = RunFolder(path)
+    try:
+        return _shape(_run_file(folder.config), folder)[0].parameters if path.is_dir() else None
+    except UserError:
+        return None
+
+
 def _shape(config: Mapping[str, Any], folder: RunFolder) -> tuple[ModelShape, str]:
     """Of the model that the run names, else of what it exported."""
     given = _of(config, "model", "config")

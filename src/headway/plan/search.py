@@ -213,7 +213,9 @@ def _details(
     zeros = _given(given, "zero", [1, 3] if base.pp == 1 and base.replicas > 1 else [1])
     recomputes = _given(given, "recompute", list(RECOMPUTES))
     shards = _given(given, "shard", _hybrid_shards(base, cluster))
-    for micro in _given(given, "micro_batch", [1, 2, 3, 4, 6, 8, 12, 16]):
+    each = work.global_batch // base.dp
+    micros = [n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n in (1, 2, 4, 8) or each % n == 0]
+    for micro in _given(given, "micro_batch", micros):
         tried = replace(base, micro_batch=micro)
         found = problems(tried, work.shape, cluster, work.seq, work.global_batch)
         if found:
@@ -249,8 +251,8 @@ def _why_nothing(removed: Mapping[str, int], smallest: tuple[float, Layout, Memo
         reason = max(why, key=lambda key: why[key]) if why else "no degrees divide the cluster's GPUs"
         return UserError(f"no plan runs: {reason}")
     needed, layout, held = smallest
-    more = -(-needed // 2**30) - held.capacity // 2**30
     return NothingFits(
         f"no plan fits: the smallest ({layout.describe()}) needs {needed / 2**30:.1f} GiB a GPU and "
-        f"{held.capacity / 2**30:.1f} are there, {more:.0f} GiB short"
+        f"{held.capacity / 2**30:.1f} are there, of which {HEADROOM:.0%} are planned for: "
+        f"{(needed - HEADROOM * held.capacity) / 2**30:.1f} GiB short"
     )

@@ -64,7 +64,7 @@ def _tiles(found: Answer) -> Iterator[tuple[str, str, str]]:
         fmt.count(best.tokens_per_s_per_gpu),
         f"{best.cluster.gpus:,} × {best.cluster.device.name}",
     )
-    yield "MFU", fmt.percent(best.mfu), "causal convention"
+    yield "MFU", fmt.percent(best.mfu), f"of {best.peak_name}, causal convention"
     yield "Memory", f"{best.memory.needed / 2**30:.0f} GiB", f"of {best.memory.capacity / 2**30:.0f} GiB a GPU"
     if found.costs:
         cost = found.costs[0]
@@ -106,12 +106,10 @@ def _accounts(plans: Sequence[Prediction]) -> list[dict[str, Any]]:
 
 def _memory(best: Prediction) -> list[tuple[str, str, str]]:
     """(use, GiB, width in percent of the device)."""
-    held = best.memory.to_dict()
-    uses = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
+    capacity = best.memory.capacity
     return [
-        (use, f"{held[use] / 2**30:.1f} GiB", f"{min(100.0, 100 * held[use] / held['capacity']):.2f}")
-        for use in uses
-        if held[use]
+        (use, f"{size / 2**30:.1f} GiB", f"{min(100.0, 100 * size / capacity):.2f}")
+        for use, size in best.memory.lines()
     ]
 
 
