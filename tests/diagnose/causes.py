@@ -331,6 +331,19 @@ def saving(name: str, us: float = 4000.0, cat: str = "user_annotation") -> Kinet
     return each_step(work)  # fmt: skip
 
 
+def pausing_in_forward() -> Kineto:
+    """The loop's own range holds its operators and a pause (another process had the core): not busy elsewhere."""
+
+    def work(trace: Kineto, _: int) -> None:
+        with trace.annotated("forward"):
+            for _ in range(4):
+                with trace.annotated("aten::mm", "cpu_op"):
+                    trace.host(1000.0)
+            trace.host(1500.0)
+
+    return each_step(work)  # fmt: skip
+
+
 def writing_on_cpu(name: str) -> Kineto:
     """A process without a device that writes for half of each step."""
 

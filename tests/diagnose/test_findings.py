@@ -71,6 +71,7 @@ PAIRS: list[tuple[str, Make, Make]] = [
     ("host-busy", lambda: causes.saving("save_state"), lambda: causes.saving("")),
     ("host-busy", lambda: causes.saving("<built-in function fsync>", cat="python_function"), causes.fragmented),
     ("host-busy", lambda: causes.writing_on_cpu("<built-in function urandom>"), lambda: causes.writing_on_cpu("")),
+    ("host-busy", lambda: causes.writing_on_cpu("evaluate"), causes.pausing_in_forward),
     (
         "host-busy",
         lambda: causes.saving("save_state"),

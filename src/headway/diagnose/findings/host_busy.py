@@ -22,13 +22,16 @@ from headway.diagnose.window import main_thread
 NOTABLE, _EACH = 0.05, 0.02
 # A shorter wait is one for launches, which has a finding of its own; a shorter range does not fill a longer wait.
 _LONG_NS, _RANGE_NS = 1_000_000, 50_000
+# Less of it idle, and the step's own work is done in a range: `forward` around a pause is not busy elsewhere. What
+# the host does on a GPU may begin while the queue is still full.
+_OF_RANGE_CPU, _OF_RANGE_GPU = 0.5, 0.3
 _NAMED = (HostKind.ANNOTATION, HostKind.PYTHON, HostKind.OP)
 # What frames everything, and the profiler's own work, name no cause. What backward waits for is not seen from outside,
 # and an operator in which the host stands still (a collection, another process) is the step's own work.
 _FRAMES = re.compile(
     r"^ProfilerStep#|^(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?)[ _#:=-]*\d+$|: <module>$|torch/profiler/|"
     r"autograd/profiler|run_backward|^<built-in method exec|^nn\.Module:|importlib|"
-    r"^(?:aten|prims?|autograd|torch|c10d?|nccl|gloo)::?|^\w+Backward\d",
+    r"^(?:aten|prims?|autograd|torch|c10d?|nccl|gloo)::?|^headway\.|^\w+Backward\d",
     re.IGNORECASE,
 )
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -102,11 +105,12 @@ def _by_name(view: View, thread: int, waits: Intervals) -> list[_Busy]:
     by_name: dict[str, list[int]] = {}
     for at in np.flatnonzero(by_row).tolist():
         by_name.setdefault(names[host.name[rows[at]]], []).append(at)
-    found = [
-        _Busy(name, int(by_row[mine].sum()), len(mine), int(rows[max(mine, key=lambda at: by_row[at])]))
-        for name, mine in by_name.items()
-        if not _FRAMES.search(name)
-    ]
+    least = _OF_RANGE_GPU if view.on_gpu else _OF_RANGE_CPU
+    found = []
+    for name, mine in by_name.items():
+        ns, lasted = int(by_row[mine].sum()), int((host.end[rows[mine]] - host.start[rows[mine]]).sum())
+        if not _FRAMES.search(name) and ns >= least * lasted:
+            found.append(_Busy(name, ns, len(mine), int(rows[max(mine, key=lambda at: by_row[at])])))
     return sorted(found, key=lambda one: -one.ns)
 
 
