@@ -35,11 +35,18 @@ class MemoryStore:
 
     def tokens(self, doc: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         self.token_reads += 1
-        return self._tokens[doc][start:stop]
+        return self._slice(self._tokens, doc, start, stop)
 
     def mask(self, doc: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         self.mask_reads += 1
-        return self._masks[doc][start:stop]
+        return self._slice(self._masks, doc, start, stop)
+
+    def _slice(self, arrays: list[np.ndarray], doc: int, start: int, stop: int | None) -> np.ndarray:
+        """As `ShardFolder` reads: what lies beyond a document is refused."""
+        length = int(self.lengths[doc])
+        if not 0 <= start <= (length if stop is None else stop) <= length:
+            raise IndexError(f"document {doc} has {length} tokens, asked for [{start}:{stop}]")
+        return arrays[doc][start:stop]
 
     def source(self, doc: int) -> tuple[str, int]:
         return self.name, self.first_line + doc

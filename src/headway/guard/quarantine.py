@@ -135,7 +135,10 @@ class Quarantine:
 
     def _excerpt(self, store: int, document: int) -> str:
         try:
-            ids = np.asarray(self.view.stores[store].tokens(document, 0, _EXCERPT_TOKENS)).tolist()
+            known = self.view.stores[store]
+            # Not past its end: a store refuses that. As far as it can be read, where it cannot be read whole.
+            shown = min(_EXCERPT_TOKENS, int(known.lengths[document]))
+            ids = np.asarray(known.tokens(document, 0, shown)).tolist()
             text = self.decode(ids) if self.decode is not None else " ".join(map(str, ids))
         except Exception as error:  # ids that no tokenizer knows are why it is here
             return f"(cannot be decoded: {type(error).__name__})"
