@@ -217,6 +217,9 @@ def test_the_prior_spans_the_published_rates_and_own_failures_narrow_it() -> Non
     assert own.low < 4e-4 < own.high
     assert own.high / own.low < 1.3
     assert estimate(0, 1e6).mean < prior.low  # a million quiet GPU-days
+    storm = estimate(6, 0.006)  # one every 86 s of one card: far beyond anything published
+    assert 700 < storm.mean < 1200 and storm.low < 1000 < storm.high
+    assert estimate(2, 1500).mean == pytest.approx(0.001, rel=0.35), "what fits the prior is still drawn to it"
 
 
 def test_published_rates_carry_a_source() -> None:

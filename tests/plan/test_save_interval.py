@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -36,12 +37,43 @@ def test_the_band_holds_the_mean_and_narrows(failures: int, days: float) -> None
 def test_the_gamma_points_agree_with_sampling() -> None:
     import numpy as np
 
-    for failures, days in ((0, 0.0), (3, 2000.0), (50, 1e5)):
-        rate, prior = gamma_posterior(failures, days), gamma_posterior(0, 0.0)
-        shape = float(prior.basis.rpartition("worth ")[2].split()[0])
-        drawn = np.random.default_rng(0).gamma(shape + failures, 1 / (shape / prior.mean + days), 400_000)
+    for failures, days in ((0, 0.0), (3, 2000.0), (50, 1e5), (6, 0.006)):
+        rate = gamma_posterior(failures, days)
+        shape, before = (
+            float(word.replace(",", "")) for word in re.findall(r"worth (\S+) failures in (\S+)", rate.basis)[0]
+        )
+        drawn = np.random.default_rng(0).gamma(shape + failures, 1 / (before + days), 400_000)
         assert rate.low == pytest.approx(np.quantile(drawn, 0.05), rel=0.06, abs=rate.mean / 100)
         assert rate.high == pytest.approx(np.quantile(drawn, 0.95), rel=0.06)
+
+
+@pytest.mark.parametrize("gpus", [1, 8, 3000])
+@pytest.mark.parametrize("failures", [2, 6, 40])
+@pytest.mark.parametrize("mtbf_s", [65.0, 3600.0])
+def test_planted_a_storm_of_failures_outweighs_what_others_published(gpus: int, failures: int, mtbf_s: float) -> None:
+    """A run of a few cards would need months to outlive the prior's 1,500 GPU-days; its own failures say it at once."""
+    days = gpus * failures * mtbf_s / 86400
+    rate = gamma_posterior(failures, days)
+    if failures / days > 20 * estimate().mean:
+        assert mtbf_s * 0.95 <= rate.mtbf_s(gpus) <= mtbf_s * failures / (failures - 1) * 1.05
+        assert 86400 / (rate.high * gpus) < mtbf_s < 86400 / (rate.low * gpus), "the band holds what was seen"
+        assert "no more, because this run fails more often" in rate.basis
+
+
+def test_a_storm_shortens_the_interval_and_lowers_the_forecast() -> None:
+    """6 failures in 0.006 GPU-days: `headway incidents` says an MTBF of 65 s there."""
+    storm = advise([MEMORY, DISK], gpus=1, step_s=0.5, failures=6, gpu_days=0.006)
+    assert storm.rate.mtbf_s(1) < 120 and storm.goodput.ettr < 0.75
+    quiet = advise([MEMORY, DISK], gpus=1, step_s=0.5, failures=0, gpu_days=0.006)
+    assert quiet.rate.mtbf_s(1) > 30 * 86400 and quiet.goodput.ettr > 0.99
+    assert quiet.steps["disk"] > 20 * storm.steps["disk"]  # type: ignore[operator]
+
+
+@given(st.integers(1, 50), st.floats(1e-4, 1e5))
+def test_one_failure_more_never_lowers_the_rate(failures: int, days: float) -> None:
+    fewer, more = gamma_posterior(failures, days), gamma_posterior(failures + 1, days)
+    assert more.mean > fewer.mean * 0.99
+    assert gamma_posterior(1, days).mean <= 3 * estimate().mean, "one failure is no storm"
 
 
 def test_each_tier_has_its_interval_and_says_why() -> None:

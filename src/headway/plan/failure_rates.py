@@ -1,7 +1,10 @@
 """How often a GPU fails: an input with a prior, never a constant. Published rates span a factor of ten.
 
 The prior is lognormal over the rate per GPU-day; its 90 % band is the span of the published rates in
-`failure_rates.csv`. A cluster's own count of failures over its own GPU-days updates it (Poisson likelihood).
+`failure_rates.csv`. A cluster's own count of failures over its own GPU-days updates it (Poisson likelihood). Where it
+fails more often than the prior allows for, the prior's band is widened until the count is likeliest (a power prior with
+its weight by empirical Bayes: Ibrahim and Chen 2000; Gravestock and Held 2017): published rates are no reason to
+disbelieve a storm.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from headway.account.errors import UserError
 
 _Z95 = 1.6448536269514722  # the normal distribution's 95 % point
 _GRID = 4001
+_WIDEST, _WIDTHS = 1e4, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +107,28 @@ def estimate(failures: int | None = None, gpu_days: float | None = None) -> Fail
         )
     low, high = _span()
     middle, sigma = (math.log(low) + math.log(high)) / 2, (math.log(high) - math.log(low)) / (2 * _Z95)
-    log_rate = np.linspace(middle - 8 * sigma, middle + 8 * sigma, _GRID)
+    seen = math.log(max(failures, 1) / gpu_days) if failures is not None and gpu_days is not None else middle
+    log_rate = np.linspace(min(middle - 8 * sigma, seen - 8), max(middle + 8 * sigma, seen + 8), _GRID)
     log_density = -0.5 * ((log_rate - middle) / sigma) ** 2
     basis = f"prior: published rates span {_span_text()}"
     if failures is not None and gpu_days is not None:
-        log_density = log_density + failures * log_rate - np.exp(log_rate) * gpu_days
+        own = failures * log_rate - np.exp(log_rate) * gpu_days
+        log_density = log_density / _widened(log_density, own, failures > 1 and seen > middle) + own
         basis = f"{failures} own failures over {gpu_days:,.0f} GPU-days, with the published rates as prior"
     weight = np.exp(log_density - log_density.max())
     weight /= weight.sum()
     cumulative = np.cumsum(weight)
     ends = [float(np.exp(np.interp(level, cumulative, log_rate))) for level in (0.05, 0.95)]
     return FailureRate(float(np.sum(weight * np.exp(log_rate))), ends[0], ends[1], basis)
+
+
+def _widened(log_density: np.ndarray, own: np.ndarray, may: bool) -> float:
+    """The factor on the prior's variance, 1 or more, that makes the own count likeliest."""
+    if not may:
+        return 1.0
+    factors = np.geomspace(1.0, _WIDEST, _WIDTHS)
+    found = [np.logaddexp.reduce(log_density / factor + own) - 0.5 * math.log(factor) for factor in factors]
+    return float(factors[int(np.argmax(found))])
 
 
 def _span() -> tuple[float, float]:

@@ -1,8 +1,12 @@
 """How often this run should save, in each tier: from what its saves cost and how often it fails. docs/checkpoints.md.
 
 The failure rate is a Gamma posterior per GPU-day: the prior has the mean and the variance of the published rates
-(`failure_rates`), the run's own failures and device-days update it (conjugate to a Poisson count). The intervals and
-the predicted ETTR are those of `goodput.predict`.
+(`failure_rates`), the run's own failures and device-days update it (conjugate to a Poisson count). The prior is worth
+1.5 failures in 1,500 GPU-days, which a small or a young run never reaches, so that a storm of failures would be taken
+for chance for months. It is therefore a power prior (Ibrahim and Chen 2000, "Power prior distributions for regression
+models"): where the run fails more often than the prior expects, its weight is the share under which the run's own count
+is likeliest (empirical Bayes, as Gravestock and Held 2017, "Adaptive power priors with empirical Bayes for clinical
+trials"). The intervals and the predicted ETTR are those of `goodput.predict`.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ from headway.plan.failure_rates import FailureRate, estimate
 from headway.plan.goodput import Goodput, Reliability, Tier, predict
 
 _Z95 = 1.6448536269514722
+# Shares of the prior that are tried: down to a few logarithms below the one that weighs as much as the run.
+_SEARCHED, _POINTS = 8.0, 500
+_LEAST_DAYS = 1 / 86400
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +77,20 @@ class Advice:
 def gamma_posterior(failures: int, gpu_days: float) -> FailureRate:
     """Failures per GPU-day after `failures` in `gpu_days` (device-days of this run), with the published rates as prior.
 
-    The band is Wilson and Hilferty's (1931) approximation of the Gamma's 5 % and 95 % points.
+    After n failures that the prior did not expect the mean lies between (n - 1) / gpu_days and n / gpu_days. The band is Wilson and Hilferty's (1931) approximation of the Gamma's 5 % and 95 % points.
     """
     prior = estimate()
     # A lognormal has the variance mean² (exp(sigma²) - 1); its 90 % band is 2 z sigma wide.
     sigma = math.log(prior.high / prior.low) / (2 * _Z95)
     shape = 1 / math.expm1(sigma**2)
-    after, exposure = shape + failures, shape / prior.mean + gpu_days
-    seen = f"{failures} failures" if failures else "no failure yet"
-    basis = f"{seen} in {gpu_days:,.3g} GPU-days of this run, published rates as prior, worth {shape:.2g} failures"
+    days = max(gpu_days, _LEAST_DAYS)
+    share = _prior_share(failures, days, shape, shape / prior.mean)
+    shape, before = shape * share, shape * share / prior.mean
+    after, exposure = shape + failures, before + (days if failures else gpu_days)
+    seen = f"{failures} failure{'s' * (failures > 1)}" if failures else "no failure yet"
+    worth = f"worth {shape:.2g} failures in {before:,.2g} GPU-days"
+    why = "" if share == 1 else ": no more, because this run fails more often"
+    basis = f"{seen} in {gpu_days:,.3g} GPU-days of this run, published rates as prior, {worth}{why}"
     low, high = (_gamma_point(after, z) / exposure for z in (-_Z95, _Z95))
     return FailureRate(after / exposure, low, high, basis)
 
@@ -101,6 +113,26 @@ def advise(
     tiers = tuple(Tier(cost.name, cost.cost_s, cost.lag_s, cost.load_s, cost.survives) for cost in costs)
     job = Reliability(gpus, rate, detect_s, restart_s, tiers, step_s=step_s)
     return Advice(tuple(costs), rate, gpus, step_s, predict(job), job)
+
+
+def _prior_share(failures: int, days: float, shape: float, exposure: float) -> float:
+    """Between 0 and 1: how much of a Gamma(shape, exposure) prior counts beside `failures` in `days`.
+
+    All of it where the run fails no more often than the prior expects: quiet is what priors are for. Else the share
+    that makes the count likeliest. One failure alone says nothing against any prior.
+    """
+    if failures < 2 or failures / days <= shape / exposure:
+        return 1.0
+
+    def likelihood(share: float) -> float:
+        """Logarithm of the negative binomial: a Poisson count, its rate drawn from the prior."""
+        a, b = shape * share, exposure * share
+        ways = math.lgamma(a + failures) - math.lgamma(a)
+        return ways + a * math.log(b / (b + days)) + failures * math.log(days / (b + days))
+
+    least = math.log(min(1.0, days / exposure)) - _SEARCHED
+    shares = [math.exp(least * point / _POINTS) for point in range(_POINTS + 1)]
+    return max(shares, key=likelihood)
 
 
 def _gamma_point(shape: float, z: float) -> float:
