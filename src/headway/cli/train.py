@@ -301,7 +301,10 @@ def _tell_end(config: RunConfig, reason: str, json: bool) -> bool:
     from headway.watch.summary import read_summary
 
     folder = RunFolder.open(config.folder)
-    written = write_report(folder.root)
+    try:
+        written = str(write_report(folder.root))
+    except OSError as error:  # all that it would show is in the lines, and its command writes it again
+        written = f"not written ({error.strerror}: {error.filename}); `headway report {folder.root}` makes it"
     summary = read_summary(folder)
     stuck = summary.idle_tail >= _STUCK or summary.idle_tail == summary.step
     if json:

@@ -4,13 +4,12 @@
     found = ledger.record("hang", step, rank=3, evidence="no progress for 12 s in backward", action="restarted")
     ledger.amend(found, steps_lost=4, seconds_lost=9.5)
 
-A ledger never ends a run: a line that cannot be written (full disk) is said on stderr and tried again at the next one.
+A ledger never ends a run: a line that cannot be written (full disk) is said on stderr, kept, and tried again by `flush`.
 """
 
 from __future__ import annotations
 
 import socket
-import sys
 import time
 import uuid
 from collections import deque
@@ -22,6 +21,7 @@ import msgspec
 
 from headway.account.events import Incident
 from headway.record.incidents import append_incident
+from headway.record.jsonl import complain
 
 Listener = Callable[[Incident], None]
 """Told of every incident and of every amendment, e.g. to send an alert. Must not block; what it raises is dropped."""
@@ -43,6 +43,7 @@ class Ledger:
         self._host = host or socket.gethostname()
         self._listeners = list(listeners)
         self._unwritten: deque[Incident] = deque(maxlen=_UNWRITTEN)
+        self._said = False
 
     def listen(self, listener: Listener) -> None:
         self._listeners.append(listener)
@@ -87,7 +88,7 @@ class Ledger:
             recover_s=recover_s,
         )
         said = f"{fault}: {evidence}; {action}" if action else f"{fault}: {evidence}"
-        print(f"headway: step {step}: {said}", file=sys.stderr, flush=True)
+        complain(f"step {step}: {said}")
         self._add(incident)
         return incident
 
@@ -99,15 +100,34 @@ class Ledger:
 
     def _add(self, incident: Incident) -> None:
         self._unwritten.append(incident)
-        try:
-            while self._unwritten:
-                append_incident(self.path, self._unwritten[0])
-                self._unwritten.popleft()
-        except OSError as error:
-            print(f"headway: {self.path}: not written ({error.strerror or error}); kept", file=sys.stderr, flush=True)
+        self.flush()
         for listener in self._listeners:
             # An alert that cannot be sent is no reason to stop training.
             try:
                 listener(incident)
             except Exception as error:
-                print(f"headway: alert: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                complain(f"alert: {type(error).__name__}: {error}")
+
+    def flush(self) -> bool:
+        """Writes what could not be written before; False where it still cannot. Costs nothing where nothing waits."""
+        try:
+            while self._unwritten:
+                append_incident(self.path, self._unwritten[0])
+                self._unwritten.popleft()
+        except OSError as error:
+            if not self._said:
+                complain(
+                    f"{self.path}: not written ({error.strerror or error}); kept in memory and tried again at every "
+                    "step: free room there"
+                )
+            self._said = True
+            return False
+        if self._said:
+            self._said = False
+            complain(f"{self.path}: written again")
+        return True
+
+    def close(self) -> None:
+        """Tries once more what could not be written, and says what is lost."""
+        if not self.flush():
+            complain(f"{self.path}: {len(self._unwritten)} incidents are lost: there was no room for them to the end")

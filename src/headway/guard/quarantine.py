@@ -17,7 +17,7 @@ from headway.account.events import Quarantined
 from headway.data.global_batch import Position
 from headway.data.stream import Stream
 from headway.data.view import View
-from headway.record.jsonl import JsonlWriter, read_jsonl
+from headway.record.jsonl import JsonlWriter, PatientWriter, read_jsonl
 
 _EXCERPT_TOKENS, _EXCERPT = 120, 240
 RELEASED = "released"
@@ -48,6 +48,17 @@ class Quarantine:
     decode: Callable[[list[int]], str] | None = None
     since: dict[Key, int] = field(default_factory=dict)
     released: dict[Key, int] = field(default_factory=dict)
+    _writer: PatientWriter | None = None
+
+    def flush(self) -> None:
+        """Writes lines that a full disk did not take; costs nothing where none waits."""
+        if self._writer is not None and self._writer.waiting:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def stream(self, stream: Stream) -> Stream:
         """The same stream without these documents."""
@@ -115,8 +126,9 @@ class Quarantine:
         if not self.writes:
             return
         source, line = self.view.stores[store].source(document)
-        append(
-            self.path,
+        if self._writer is None:
+            self._writer = PatientWriter(self.path)
+        self._writer.append(
             Quarantined(
                 store=self.view.stores[store].fingerprint,
                 document=document,
@@ -130,8 +142,9 @@ class Quarantine:
                 number=store,
                 epoch=epoch,
                 position=at,
-            ),
+            )
         )
+        self._writer.sync()
 
     def _excerpt(self, store: int, document: int) -> str:
         try:

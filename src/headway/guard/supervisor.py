@@ -7,6 +7,7 @@ with 75, and so does the supervisor.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +78,7 @@ class Supervisor:
             launch.work_folder() as work,
             launch.received() as signals,
             Reader(work),
+            contextlib.closing(self.ledger),
             self._group(signals, work) as group,
         ):
             while True:

@@ -20,11 +20,16 @@ def write_atomic(path: Path, content: bytes | str) -> None:
         raise OSError(errno.EINVAL, "is no regular file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError as error:
+        aside.unlink(missing_ok=True)
+        # A write's error names no file; without one nobody knows which disk is full.
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_json(path: Path, value: Any) -> None:

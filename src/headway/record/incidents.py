@@ -23,9 +23,14 @@ def append_incident(path: Path, incident: Incident) -> None:
         with contextlib.suppress(OSError):  # a file system without locks: a single write is still one line
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         writer = JsonlWriter(path)
+        before = os.fstat(descriptor).st_size
         try:
             writer.append(incident)
             writer.sync()
+        except OSError:
+            with contextlib.suppress(OSError):  # it will be tried again: half a line would read as damage
+                os.ftruncate(descriptor, before)
+            raise
         finally:
             writer.close()
     finally:

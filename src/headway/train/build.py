@@ -35,7 +35,7 @@ from headway.guard.signals import StopRequest
 from headway.guard.tiers import Tiers
 from headway.record.files import write_atomic, write_json
 from headway.record.folder import RunFolder
-from headway.record.jsonl import JsonlWriter
+from headway.record.jsonl import PatientWriter, complain
 from headway.train import fitting
 from headway.train import resume as resuming
 from headway.train.agreement import first_failure
@@ -160,7 +160,7 @@ def _build(
         totals=state.totals or Totals(),
         session_totals=Totals(),
         observers=observers(),
-        rank_file=JsonlWriter(folder.rank(place.rank)),
+        rank_file=PatientWriter(folder.rank(place.rank)),
         ledger=Ledger(folder.incidents, rank=place.rank),
         peak_flops=peak.flops * place.world if peak.flops else None,
         compiled=made.compiles,
@@ -367,6 +367,14 @@ def _evaluator(config: RunConfig, view: View, place: Place, made: Assembled, say
 
 def _write_down(config: RunConfig, folder: RunFolder, place: Place, made: Assembled, peak: Peak) -> None:
     def write() -> None:
+        try:
+            save()
+        except OSError as error:
+            if not folder.config.is_file() or not folder.environment.is_file():
+                raise
+            complain(f"{error.filename}: not renewed ({error.strerror}); the start before wrote one")
+
+    def save() -> None:
         write_atomic(folder.config, dump_yaml(config))
         facts = {**collect_environment(), "peak": asdict(peak)}
         chosen = {} if made.kernels is None else {"kernels": as_record(made.kernels)}

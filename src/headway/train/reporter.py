@@ -20,7 +20,7 @@ from headway.account.run_clock import RunClock
 from headway.account.totals import Totals
 from headway.data.global_batch import Position
 from headway.guard.ledger import Ledger
-from headway.record.jsonl import JsonlWriter
+from headway.record.jsonl import PatientWriter, complain
 from headway.train.clock import ClosedStep, StepClock
 from headway.train.figures import COLUMNS
 from headway.train.scalars import Scalars
@@ -66,7 +66,7 @@ class Reporter:
     totals: Totals
     session_totals: Totals
     observers: Sequence[Observer]
-    rank_file: JsonlWriter
+    rank_file: PatientWriter
     ledger: Ledger
     peak_flops: float | None
     compiled: bool = False
@@ -76,6 +76,7 @@ class Reporter:
     cost_ns: int = 0
     on_step: Callable[[float], None] | None = None
     _pending: deque[StepFacts] = field(default_factory=deque)
+    _complained: set[str] = field(default_factory=set)
     _before: deque[tuple[int, Totals, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
     _graphs: int = 0
     _steps_told: int = 0
@@ -130,8 +131,35 @@ class Reporter:
         return lost_ns / 1e9
 
     def tell(self, line: Line) -> None:
+        """An observer whose disk is full costs its lines, not the run; said once."""
         for observer in self.observers:
-            observer.tell(line)
+            try:
+                observer.tell(line)
+            except OSError as error:
+                self._complain(observer, error)
+
+    def _complain(self, observer: Observer, error: OSError) -> None:
+        name = type(observer).__name__
+        if name not in self._complained:
+            self._complained.add(name)
+            where = f"{error.filename}: " if error.filename else ""
+            complain(f"{name}: lines are lost ({where}{error.strerror or error}); free room there")
+
+    def flush(self) -> None:
+        """Tries again what a full disk did not take; costs nothing where nothing waits."""
+        self.ledger.flush()
+        if self.rank_file.waiting:
+            self.rank_file.flush()
+
+    def close(self) -> None:
+        """Lets the observers, the rank's file and the ledger go; what could not be written is said."""
+        for observer in self.observers:
+            try:
+                observer.close()
+            except OSError as error:
+                self._complain(observer, error)
+        self.rank_file.close()
+        self.ledger.close()
 
     def incident(
         self, fault: str, step: int, evidence: str, action: str, seconds_lost: float = 0.0, steps_lost: int = 0

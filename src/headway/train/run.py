@@ -114,6 +114,8 @@ class Run:
         with self.clock.phase("host.logging"):
             self.reporter.tell_finished(in_flight)
             self.saves.tell()
+            self.reporter.flush()
+            self.spikes.quarantine.flush()
         if self.spikes.alarms:
             self.clock.abandon()
             self._mend()
@@ -354,9 +356,8 @@ class Run:
                 account_cost_ns=self._account_cost_ns(),
             )
         )
-        for observer in self.reporter.observers:
-            observer.close()
-        self.reporter.rank_file.close()
+        self.reporter.close()
+        self.spikes.quarantine.close()
         self.stop.close()
         self.lock.release()
         if not self._frozen_before:  # there is one pen only: what the caller put there must stay

@@ -24,7 +24,7 @@ def make_console(file: TextIO | None = None, width: int | None = None) -> Consol
 
 
 class SurvivingStream:
-    """A text stream whose closed reader costs the output, not the program: a run outlives `| head`."""
+    """A text stream whose closed reader (`| head`) or full disk costs the output, not the program."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -44,20 +44,37 @@ class SurvivingStream:
             return None
         try:
             return action()
-        except (BrokenPipeError, ValueError):
-            self._gone = True
-            # What is left in the buffer would raise again when the interpreter ends.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            return None
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                return None  # a log on a full disk: what fits its buffer comes once there is room
+            self._leave()
+        except ValueError:
+            self._leave()
+        return None
+
+    def _leave(self) -> None:
+        self._gone = True
+        # What is left in the buffer would raise again when the interpreter ends.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def end(self) -> None:
+        """What a full disk has not taken by now must not turn the program's exit code into the interpreter's."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._leave()
 
 
 @contextlib.contextmanager
 def outliving_readers() -> Iterator[None]:
     """Standard output and error that go on without their reader, for as long as the block lasts."""
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = SurvivingStream(sys.stdout), SurvivingStream(sys.stderr)
+    here = SurvivingStream(sys.stdout), SurvivingStream(sys.stderr)
+    sys.stdout, sys.stderr = here  # type: ignore[assignment]
     try:
         yield
     finally:
+        for stream in here:
+            stream.end()
         sys.stdout, sys.stderr = before

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from headway.account.events import CheckpointLine, Line, SessionEnd
 from headway.record.folder import RunFolder
-from headway.record.jsonl import JsonlWriter
+from headway.record.jsonl import PatientWriter
 
 
 class MetricsSink:
-    """Writes metrics.jsonl. A kill can tear at most the line being written; the next session starts on a fresh one."""
+    """Writes metrics.jsonl. A kill can tear at most the line being written; the next session starts on a fresh one.
+    A full disk ends no run: lines wait for room in memory."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self._writer = JsonlWriter(folder.metrics)
+        self._writer = PatientWriter(folder.metrics)
 
     def tell(self, line: Line) -> None:
         self._writer.append(line)
