@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -337,4 +339,23 @@ def test_a_step_that_is_made_again_is_saved_again(tmp_path: Path) -> None:
     other_optimizer = tiny_optimizer(other)
     restore(found.store, found.ref, other, [other_optimizer])
     assert same(seen, snapshot(other, other_optimizer)) == []
+    tiers.close(over=True)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_saver_killed_while_it_had_nothing_to_do_is_told_of_with_the_next_save(tmp_path: Path, at_once: bool) -> None:
+    """`at_once`: the next save comes before anybody has noticed."""
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    train(model, optimizer, 1)
+    tiers = make(tmp_path)
+    assert begin(tiers, model, optimizer, 1, disk=False) and tiers.settle(60)
+    assert [event.tier for event in tiers.poll()] == ["memory"] and tiers.saver.pid is not None
+    os.kill(tiers.saver.pid, signal.SIGKILL)
+    while not at_once and tiers.saver.pid is not None:
+        time.sleep(0.01)
+    assert begin(tiers, model, optimizer, 2, disk=False) and tiers.settle(60)
+    events = tiers.poll()
+    assert [(event.tier, event.step, event.ok) for event in events] == [("saver", 2, False), ("memory", 2, True)]
+    assert "SIGKILL" in events[0].why
     tiers.close(over=True)

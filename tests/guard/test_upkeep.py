@@ -109,7 +109,12 @@ def test_prune_never_deletes_the_newest_verified(store: CheckpointStore) -> None
     for ref in refs[1:]:
         damage(ref)
     done = CheckpointStore(store.root, "run-a").prune(keep_last=1)
-    assert names(store) == [refs[0].name, refs[3].name] and sorted(done.removed) == [refs[1].name, refs[2].name]
+    assert names(store) == [ref.name for ref in refs], "the damaged ones stay, too: sizes alone would not have told"
+    assert [text.partition(":")[0] for text in done.left] == [refs[1].name, refs[2].name]
+    assert all("content is damaged" in text for text in done.left) and done.removed == []
+    newer = save(store, 5)
+    assert CheckpointStore(store.root, "run-a").prune(keep_last=1).removed == [refs[0].name]
+    assert newer.name in names(store) and {ref.name for ref in refs[1:]} < set(names(store))
 
 
 def test_prune_deletes_nothing_while_nothing_verifies(store: CheckpointStore) -> None:

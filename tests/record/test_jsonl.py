@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from headway.account.errors import UserError
 from headway.account.events import Flops, Line, SessionEnd, SessionStart, StepLine
 from headway.record.files import read_json, write_atomic, write_json
 from headway.record.folder import RunFolder
-from headway.record.jsonl import JsonlWriter, NewerVersion, read_jsonl
+from headway.record.jsonl import JsonlWriter, NewerVersion, PatientWriter, read_jsonl
 from headway.record.sessions import read_history
 
 
@@ -126,3 +128,58 @@ def test_run_folder_errors_name_the_folder(tmp_path: Path) -> None:
     blocker.write_text("")
     with pytest.raises(UserError, match="set `out` elsewhere"):
         RunFolder(blocker / "run").create()
+
+
+def half_full(takes: list[int | None]) -> Callable[[JsonlWriter, bytes], int]:
+    """A disk that takes so many bytes of each write; None: it is full; everything once the list is over."""
+    left = list(takes)
+
+    def write(writer: JsonlWriter, content: bytes) -> int:
+        most = left.pop(0) if left else len(content)
+        if most is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(writer._fd, content[:most])
+
+    return write
+
+
+@settings(max_examples=60)
+@given(takes=st.lists(st.one_of(st.none(), st.integers(1, 300)), max_size=30))
+def test_a_patient_writer_loses_and_doubles_no_line(
+    tmp_path_factory: pytest.TempPathFactory, takes: list[int | None]
+) -> None:
+    path = tmp_path_factory.mktemp("full") / "metrics.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JsonlWriter, "write", half_full(takes))
+        writer = PatientWriter(path)
+        for number in range(1, 9):
+            writer.append(step(0, number))
+        for _ in takes:
+            writer.flush()
+        writer.close()
+    found = read_jsonl(path, Line)
+    assert found.bad == [] and [line.step for line in found.items] == list(range(1, 9)) and writer.lost == 0
+
+
+def test_what_waits_for_room_is_bounded_said_once_and_said_to_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(JsonlWriter, "write", half_full([7] + [None] * 1000))
+    writer = PatientWriter(path, keeps=2000)
+    for number in range(1, 31):
+        writer.append(step(0, number))
+    held = writer.waiting
+    assert 2 < held < 10 and writer.lost == 30 - held
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and str(path) in said and "No space left" in said and "free room" in said
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JsonlWriter, "write", half_full([]))
+        writer.flush()
+    steps = [line.step for line in read_jsonl(path, Line).items]
+    assert steps == [1, *range(31 - held + 1, 31)], "the first was half written; then the newest"
+    writer.append(step(0, 31))
+    writer.close()
+    assert f"{path}: {30 - held + 1} lines are lost" in capsys.readouterr().err
+    with pytest.raises(FileExistsError):
+        PatientWriter(path / "below")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headway.account.events import RankLine
 from headway.record.folder import RunFolder
+from headway.record.incidents import read_incidents
 from headway.record.jsonl import read_jsonl
+from headway.record.sessions import read_history
 from headway.train.optim import Optimizers
+from headway.train.run import Run
 from tiny import CHATML, config, run_file
 from train.running import history, losses, run, start
 
@@ -118,7 +124,7 @@ def test_a_save_that_fails_is_an_incident_and_the_model_is_still_exported(
         return usage(100, 100, 0) if "checkpoints" in str(where) else real(where)  # type: ignore[arg-type]
 
     monkeypatch.setattr(writing.shutil, "disk_usage", full_for_checkpoints)
-    done = run(path, expect=2)
+    done = run(path, expect=1)
     assert "could not be saved" in done.err and "make room" in done.err
     assert "the trained weights are in" in done.err and "headway report" in done.err
     folder = RunFolder(path.parent / "runs" / "tiny")
@@ -128,6 +134,43 @@ def test_a_save_that_fails_is_an_incident_and_the_model_is_still_exported(
     faults = [item.fault for item in read_jsonl(folder.incidents, Incident).items]
     assert faults and set(faults) == {"checkpoint failed"}, "one or two: a save that is due waits for the one before"
     assert [line.step for line in history(path).kept] == [1, 2, 3, 4]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "small"
+    disk.mkdir()
+    if os.geteuid() != 0 or os.system(f"mount -t tmpfs -o size=24m tmpfs {disk} 2>/dev/null") != 0:
+        pytest.skip("mounting a small file system is not permitted here")
+    yield disk
+    os.system(f"umount -l {disk}")
+
+
+def test_a_full_disk_under_the_run_folder_ends_no_run_and_loses_no_line(
+    path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics, the ranks' lines, the ledger and checkpoints are all there; another program fills the disk."""
+    filler, real = small_disk / "filler", Run.begin_step
+
+    def begin(run: Run) -> None:
+        if 3 <= run.step < 9:  # again and again: a save that fails gives its room back
+            with contextlib.suppress(OSError), filler.open("ab", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+        if run.step == 9:
+            run.saves.tiers.settle()
+            filler.unlink(missing_ok=True)
+        real(run)
+
+    monkeypatch.setattr(Run, "begin_step", begin)
+    done = run(path, f"out={small_disk}", "train.steps=12", "checkpoint.max_failures=null")
+    folder = RunFolder(small_disk / "tiny")
+    assert [line.step for line in read_history(folder).kept] == list(range(1, 13))
+    assert [line.step for line in read_jsonl(folder.rank(0), RankLine).items] == list(range(1, 13))
+    ledger = read_incidents(folder.incidents)
+    assert ledger.bad == [] and any(found.fault == "checkpoint failed" for found in ledger.items)
+    assert f"{folder.metrics}: not written (No space left on device)" in done.err
+    assert f"{folder.metrics}: written again" in done.err and "lost" not in done.err
 
 
 def test_held_out_data_beyond_the_vocabulary_is_refused_before_the_first_step(path: Path) -> None:

@@ -87,7 +87,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         if debug:
             raise
         print(f"headway: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return error.exit_code
     except _USAGE_ERROR as error:
         _show_usage(error)
         return BAD_INPUT

@@ -264,7 +264,7 @@ def _leave_process_group(error: BaseException, kept: bool) -> None:
         return
     if isinstance(error, UserError):
         print(f"headway: {error}", file=sys.stderr)
-        _exit_at_once(2)
+        _exit_at_once(error.exit_code)
     if not kept:
         traceback.print_exception(error)
     _exit_at_once(1)

@@ -186,8 +186,9 @@ class CheckpointStore:
     def prune(self, keep_last: int, keep_every: int | None = None) -> Upkeep:
         """Deletes this run's checkpoints except the last `keep_last` and those whose step `keep_every` divides.
 
-        Never the newest verified one, and nothing at all while none verifies. Damaged ones, those in use and those
-        with foreign files inside stay and are reported; one failed deletion does not stop the others.
+        Never the newest verified one, and nothing at all while none verifies. Damaged ones (every file is read before
+        it goes), those in use and those with foreign files inside stay and are reported; one failed deletion does not
+        stop the others.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}: at least one checkpoint must stay")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headway.account.errors import UserError
 from headway.guard import failure
-from headway.guard.waiting import CLEAN, EXIT_USER, Ended, Rank, Signals
+from headway.guard.waiting import BAD_NEWS, CLEAN, EXIT_USER, Ended, Rank, Signals
 
 _TAIL_LINES = 30
 
@@ -39,7 +39,7 @@ def verdict(ended: Ended, signals: Signals) -> int:
         return 128 + signals.received[-1]
     first, cause = ended.first, ended.cause
     code = first.code or 0
-    if code == EXIT_USER and cause is not None and cause.user:
+    if code in (BAD_NEWS, EXIT_USER) and cause is not None and cause.user:
         said = _said_by_rank_0(ended)
         if said is None or said.message != cause.message:  # else rank 0 has printed it
             say(f"rank {first.rank}: {cause.message}")

@@ -4,7 +4,8 @@
     found = ledger.record("hang", step, rank=3, evidence="no progress for 12 s in backward", action="restarted")
     ledger.amend(found, steps_lost=4, seconds_lost=9.5)
 
-A ledger never ends a run: a line that cannot be written (full disk) is said on stderr, kept, and tried again by `flush`.
+A ledger never ends a run: a line that cannot be written (full disk) is said on stderr, kept, and tried again
+by `flush`.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ _CHUNK = 16 << 20
 _PART = ".part-"
 _POLL_S = 0.02
 _ORPHAN_S = 10.0
+_damaged: set[str] = set()  # names that this process has seen: nobody mends a checkpoint, and reading one takes long
 
 
 class Folder(msgspec.Struct, frozen=True, kw_only=True):
@@ -195,8 +196,12 @@ def _prune(job: Job, keep: Keep, newest: Path, tell: Tell) -> None:
 def _verified(ref: layout.CheckpointRef, newest: Path) -> bool:
     if ref.path == newest:
         return True
-    manifest = read_manifest(ref)
-    return not hash_problems(ref.path, manifest, manifest.files)
+    if ref.name not in _damaged:
+        manifest = read_manifest(ref)
+        if not hash_problems(ref.path, manifest, manifest.files):
+            return True
+        _damaged.add(ref.name)
+    return False
 
 
 def _copy(source: int, target: Path, step: int) -> None:

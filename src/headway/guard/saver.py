@@ -47,6 +47,7 @@ class Saver:
         self._outcomes: deque[Outcome] = deque()
         self._idle = threading.Event()
         self._idle.set()
+        self._died_idle = ""
 
     @property
     def busy(self) -> bool:
@@ -112,7 +113,9 @@ class Saver:
         assert self._work is not None
         line = msgspec.json.encode(self._work.job) + b"\n"
         for _ in range(_TRIES):
-            if self._process is None or self._process.poll() is not None:
+            if self._process is not None and self._process.poll() is not None:
+                self._died_idle, self._process = _cause(self._process), None
+            if self._process is None:
                 self._process = _start()
                 threading.Thread(
                     target=self._watch, args=(self._process,), name="checkpoint-saver", daemon=True
@@ -121,10 +124,18 @@ class Saver:
                 assert self._process.stdin is not None
                 self._process.stdin.write(line)
                 self._process.stdin.flush()
-                return
             except OSError:
-                self._process = None
+                self._died_idle, self._process = _cause(self._process), None
+                continue
+            self._tell_of_an_idle_death()
+            return
         self._give_up("the saver process does not start")
+
+    def _tell_of_an_idle_death(self) -> None:
+        if self._died_idle and self._work is not None:
+            why = f"{self._died_idle} while it had nothing to do; a new one was started"
+            self._outcomes.append(Outcome(id=self._work.job.id, tier="saver", ok=False, why=why))
+        self._died_idle = ""
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
@@ -179,10 +190,10 @@ class Saver:
                 return
             self._process = None
             work = self._work
+            cause = _cause(process)
             if work is None:
+                self._died_idle = cause
                 return
-            code = process.returncode
-            cause = f"the saver process was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited {code}"
             if work.tries >= _TRIES:
                 self._give_up(f"{cause}, {work.tries} times")
                 return
@@ -200,6 +211,16 @@ class Saver:
     def _end(self) -> None:
         self._work = None
         self._idle.set()
+
+
+def _cause(process: subprocess.Popen[bytes]) -> str:
+    """Why a saver that is at its end has ended."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE_S)
+    code = process.returncode
+    if code is None:
+        return "the saver process takes no more jobs"
+    return f"the saver process was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited {code}"
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -12,6 +12,8 @@ from headway.guard.crash import crash_point
 from headway.guard.layout import CheckpointRef, WorkFolder
 from headway.guard.manifest import MANIFEST, Damaged, read_manifest, size_problems
 
+DAMAGED = "its content is damaged"
+
 
 @dataclass(slots=True)
 class Upkeep:
@@ -72,8 +74,12 @@ def prune(
         done.left += [f"{ref.name}: no checkpoint could be verified" for ref in expendable]
         return done
     for ref in expendable:
-        if ref != newest:
+        if ref == newest:
+            continue
+        if is_verified(ref):
             _delete(ref, run_id, done)
+        else:  # how it came to be so is worth a look, and it goes with one command
+            done.left.append(f"{ref.name}: {DAMAGED}; `headway checkpoint verify` says where, remove it by hand")
     return done
 
 

@@ -18,7 +18,7 @@ from headway.guard import failure
 from headway.guard.processes import Process
 from headway.guard.signals import EXIT_PREEMPTED
 
-EXIT_USER = 2
+BAD_NEWS, EXIT_USER = 1, 2
 CLEAN = (0, EXIT_PREEMPTED)
 _LONGEST_WAIT_S = 0.25
 _POLL_S = 0.02
@@ -107,6 +107,12 @@ class Ended:
         return self.first.code or 0
 
 
+def _meant(one: Rank) -> bool:
+    """Whether a rank that has ended with "bad news" left by itself, with a line for the user."""
+    said = failure.read_failure(one.failure_file) if one.code == BAD_NEWS else None
+    return said is not None and said.user
+
+
 class Wait:
     """Waits until every rank has ended, helping after a failure, a hang or a signal."""
 
@@ -142,8 +148,8 @@ class Wait:
             one.died_at = now
             if one.code not in CLEAN and self._end_at is None:
                 self._detected = self._detected or now
-                # A user's mistake is seen by all ranks at once: let rank 0 say it.
-                self._end_at = now + (self._grace if one.code == EXIT_USER else 0.0)
+                # A user's mistake, or a stop, is seen by all ranks at once: let rank 0 say it.
+                self._end_at = now + (self._grace if one.code == EXIT_USER or _meant(one) else 0.0)
 
     def _pass_signals_on(self, alive: Sequence[Rank]) -> None:
         for number in self._signals.received[self._passed_on :]:

@@ -77,7 +77,8 @@ class Advice:
 def gamma_posterior(failures: int, gpu_days: float) -> FailureRate:
     """Failures per GPU-day after `failures` in `gpu_days` (device-days of this run), with the published rates as prior.
 
-    After n failures that the prior did not expect the mean lies between (n - 1) / gpu_days and n / gpu_days. The band is Wilson and Hilferty's (1931) approximation of the Gamma's 5 % and 95 % points.
+    After n failures that the prior did not expect the mean lies between (n - 1) / gpu_days and n / gpu_days. The band
+    is Wilson and Hilferty's (1931) approximation of the Gamma's 5 % and 95 % points.
     """
     prior = estimate()
     # A lognormal has the variance mean² (exp(sigma²) - 1); its 90 % band is 2 z sigma wide.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from headway.account.account import Account
-from headway.account.errors import UserError
+from headway.account.errors import Stopped
 from headway.account.events import Flops, Line, Observer, RankLine, StepLine
 from headway.account.run_clock import RunClock
 from headway.account.totals import Totals
@@ -274,7 +274,7 @@ class Reporter:
         """Stops a run that no longer learns; its checkpoints stay as they are."""
         self._watch_compilations(line)
         if line.nll == 0.0:
-            raise UserError(
+            raise Stopped(
                 f"step {line.step}: the loss is exactly 0 over {line.trained_tokens} trained tokens: the model sees "
                 "its answers (documents leak, or labels are the inputs); stopped"
             )
@@ -282,7 +282,7 @@ class Reporter:
         if line.skipped != OVERFLOW:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if line.skipped else 0
         if self.skipped_in_a_row > MAX_SKIPPED:
-            raise UserError(
+            raise Stopped(
                 f"step {line.step}: {self.skipped_in_a_row} steps in a row could not update the weights "
                 f"({line.skipped}); lower optim.lr or look at the data, then resume from the newest checkpoint"
             )

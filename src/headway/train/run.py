@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from headway.account.errors import UserError
+from headway.account.errors import Stopped
 from headway.account.events import EvalLine, Line, SessionEnd, SessionStart
 from headway.account.run_clock import RunClock
 from headway.account.totals import Totals
@@ -311,9 +311,9 @@ class Run:
         if self.config.checkpoint.at_end:
             try:
                 self.save(must=True)
-            except UserError as error:
+            except Stopped as error:
                 shown = f"`headway report {self.config.folder}` shows the run"
-                raise UserError(f"{error}; the trained weights are in {self.exported}, {shown}") from error
+                raise Stopped(f"{error}; the trained weights are in {self.exported}, {shown}") from error
         self.evaluate()
 
     def _tell_all(self, lines: Sequence[Line]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from headway.account.errors import UserError
+from headway.account.errors import Stopped
 from headway.account.events import CheckpointLine
 from headway.config.checkpoint import CheckpointConfig
 from headway.guard.layout import CheckpointFailed
@@ -40,6 +40,7 @@ class Saves:
     session_s: Callable[[], float]
     _owed: set[str] = field(default_factory=set)
     _failures: int = 0
+    _not_removed: set[str] = field(default_factory=set)
     _blocked_s: float = 0.0
 
     @property
@@ -56,7 +57,7 @@ class Saves:
     def begin(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
         """Starts what is due. A save that fails is an incident, and training goes on with the checkpoint before.
 
-        Raises UserError on every rank when more saves in a row failed than `checkpoint.max_failures` allows.
+        Raises Stopped on every rank when more saves in a row failed than `checkpoint.max_failures` allows.
         """
         self._stop_when_hopeless()
         self._owed -= self.cadence.too_early(step, self._owed, self.session_s)
@@ -96,7 +97,7 @@ class Saves:
             self._owed = set()
 
     def now(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
-        """Returns when the state is on the disk; nothing would come after it, so a failure is an error (UserError).
+        """Returns when the state is on the disk; nothing would come after it, so a failure is an error (Stopped).
 
         Its upload begins; `close` waits for it at the end of a run, not when the run is preempted.
         """
@@ -107,7 +108,7 @@ class Saves:
                 step, state.tensors, state.meta, state.rank_state, remote=remote, keep=self._keep()
             )
         except CheckpointFailed as failure:
-            raise UserError(f"step {step} could not be saved: {failure}") from failure
+            raise Stopped(f"step {step} could not be saved: {failure}") from failure
         for event in events:
             self._tell(event)
 
@@ -162,7 +163,9 @@ class Saves:
 
     def _failed(self, event: Event) -> None:
         if event.tier == "prune":
-            self.say(f"checkpoints: not removed: {event.why}")
+            if event.why not in self._not_removed:  # every save tries again
+                self._not_removed.add(event.why)
+                self.say(f"checkpoints: not removed: {event.why}")
             return
         if event.tier == "saver":
             fault, action = "checkpoint saver died", "a new one took the save over"
@@ -179,7 +182,7 @@ class Saves:
     def _stop_when_hopeless(self) -> None:
         allowed = self.config.max_failures
         if allowed is not None and control().broadcast(self._failures) > allowed:
-            raise UserError(
+            raise Stopped(
                 f"checkpoint.max_failures: more than {allowed} saves in a row failed (causes: incidents.jsonl); "
                 "stopped rather than train on without a checkpoint"
             )

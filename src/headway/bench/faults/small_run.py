@@ -30,7 +30,7 @@ from headway.guard.ranks import read_rank_env, restart_of
 from headway.guard.supervisor import Supervisor
 from headway.record.folder import RunFolder
 from headway.record.incidents import read_incidents
-from headway.record.jsonl import JsonlWriter
+from headway.record.jsonl import PatientWriter
 from headway.record.sessions import History, read_history
 from headway.train.build import build_run
 from headway.train.hook import HookPlace
@@ -194,7 +194,7 @@ def twin(case: Case, *overrides: str, ranks: int = 2) -> SmallRun:
 
 class _MetricsFile:
     def __init__(self, folder: RunFolder) -> None:
-        self._writer = JsonlWriter(folder.metrics)
+        self._writer = PatientWriter(folder.metrics)
 
     def tell(self, line: Line) -> None:
         self._writer.append(line)
@@ -245,7 +245,7 @@ def _rank(config: RunConfig, fault: Fault | None, environ: Mapping[str, str], fo
     except BaseException as error:
         record_failure(error)
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UserError) else 1
+        return error.exit_code if isinstance(error, UserError) else 1
     close_process_group()
     return _CODES[reason]
 
