@@ -14,12 +14,13 @@ import torch
 
 from faults.spike_runs import Plant, Ran, build, material, ran, result
 from faults.two_ranks import ran_on_two
-from headway.account.errors import UserError
+from headway.account.errors import Stopped
 from headway.account.events import Incident, Quarantined
 from headway.bench.faults.poison import TooHighARate, garbage, longest_of, rewrite
 from headway.record.jsonl import read_jsonl
 from headway.train.loop import train
 from headway.train.run import Run
+from headway.watch.incidents import read_overview
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -111,13 +112,24 @@ def test_weights_that_came_back_wrong_make_no_update(path: Path, clean: Ran) -> 
     assert found.lines[-1].loss == pytest.approx(clean.lines[-1].loss, rel=0.1), "it went on from the right weights"
 
 
-def test_a_spike_that_keeps_coming_back_escalates_and_stops(path: Path) -> None:
-    run = build(path, "name=row24-again", "train.steps=54", "checkpoint.memory_every=6")
-    run.schedule = TooHighARate(run.schedule, range(45, 48), 9)  # type: ignore[assignment]
-    with pytest.raises(UserError, match="not the data's fault"):
+def test_a_rate_far_too_high_is_never_taken_for_new_data(path: Path) -> None:
+    """From step 39 on every update wrecks the weights, and step 39 is saved before step 40 shows it: the verdict must
+    not come from that checkpoint. What is offered does not help, so it escalates, and stops with a report."""
+    said: list[str] = []
+    run = build(path, "name=row24-again", "train.steps=54", "checkpoint.memory_every=3", said=said)
+    run.schedule = TooHighARate(run.schedule, range(38, 99), 99)  # type: ignore[assignment]
+    with pytest.raises(Stopped, match="not the data's fault") as stopped:
         train(run)
-    actions = [incident.action for incident in result(run).incidents]
+    found = result(run)
+    actions = [incident.action for incident in found.incidents]
     assert "learning rate" in actions[0] and "left out" in actions[1] and actions[-1].startswith("stopped")
+    assert not any("data has changed" in action for action in actions)
+    assert "went back to step 36" in actions[0] and "steps 39 were harmed" in actions[0]
+    assert "the run goes on from the checkpoint of step 36" in str(stopped.value)
+    assert read_overview(found.folder).failures == 1, "the ledger says that it stopped"
+    again = build(path, "name=row24-again", "train.steps=54", "checkpoint.memory_every=3")
+    assert again.step == 36, "as it was said"
+    again.close("failed")
 
 
 def test_two_shards_skip_together_and_the_one_with_the_nan_is_named(path: Path) -> None:

@@ -17,6 +17,13 @@ class Refused(UserError):
 
 
 class Stopped(UserError):
-    """Bad news: nothing that was given is wrong by itself, but the run cannot go on, or could not save its state."""
+    """Bad news: nothing that was given is wrong by itself, but the run cannot go on, or could not save its state.
+
+    told: the ledger has a line of it already.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str, *, told: bool = False) -> None:
+        super().__init__(message)
+        self.told = told

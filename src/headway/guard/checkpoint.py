@@ -183,17 +183,22 @@ class CheckpointStore:
         """Removes partial saves and half-done deletions that dead processes of this run left. Call it at start."""
         return upkeep.sweep(self.root, self._own_run_id())
 
-    def prune(self, keep_last: int, keep_every: int | None = None) -> Upkeep:
+    def prune(self, keep_last: int, keep_every: int | None = None, proven: int | None = None) -> Upkeep:
         """Deletes this run's checkpoints except the last `keep_last` and those whose step `keep_every` divides.
 
-        Never the newest verified one, and nothing at all while none verifies. Damaged ones (every file is read before
-        it goes), those in use and those with foreign files inside stay and are reported; one failed deletion does not
-        stop the others.
+        Nor the newest of step `proven` or before it, nor the newest verified one, and nothing at all while none
+        verifies. Damaged ones (every file is read before it goes), those in use and those with foreign files inside
+        stay and are reported; one failed deletion does not stop the others.
         """
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}: at least one checkpoint must stay")
         return upkeep.prune(
-            self.root, self._own_run_id(), keep_last, keep_every, lambda ref: not self._local_problems(ref, 0, 1)
+            self.root,
+            self._own_run_id(),
+            keep_last,
+            keep_every,
+            lambda ref: not self._local_problems(ref, 0, 1),
+            proven,
         )
 
     def _own_run_id(self) -> str:

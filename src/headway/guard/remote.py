@@ -68,12 +68,13 @@ def upload(
     store.put_bytes(store.path(name, MANIFEST), encode_manifest(manifest))
     crash_point("before-latest", job.manifest.step)
     store.put_bytes(store.path(LATEST), json.dumps({"name": name, "step": manifest.step}).encode())
-    prune(store, job.manifest.run_id, remote.keep)
+    prune(store, job.manifest.run_id, remote.keep, remote.proven)
     return total
 
 
-def prune(store: ObjectStore, run_id: str, keep: int) -> list[str]:
-    """Deletes this run's checkpoints but the last `keep`; never the one that `latest.json` names. Returns what went.
+def prune(store: ObjectStore, run_id: str, keep: int, proven: int | None = None) -> list[str]:
+    """Deletes this run's checkpoints but the last `keep` and the newest of step `proven` or before it; never the one
+    that `latest.json` names. Returns what went.
 
     What belongs to others, is unfinished or cannot be read stays.
     """
@@ -85,8 +86,9 @@ def prune(store: ObjectStore, run_id: str, keep: int) -> list[str]:
             if manifest is not None and manifest.run_id == run_id:
                 ours.append((name, manifest))
     gone = []
+    clean = next((name for name, known in reversed(ours) if proven is not None and known.step <= proven), None)
     for name, manifest in ours[:-keep]:
-        if name == latest:
+        if name in (latest, clean):
             continue
         with contextlib.suppress(CheckpointFailed):
             store.remove(name, sorted(manifest.files))

@@ -39,19 +39,23 @@ class Folder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Remote(msgspec.Struct, frozen=True, kw_only=True):
-    """`url`: the run's folder in the store; `keep`: checkpoints that stay there; `budget_s`: what retries may wait."""
+    """`url`: the run's folder in the store; `keep`: checkpoints that stay there, and `proven` as in `Keep`; `budget_s`:
+    what retries may wait."""
 
     url: str
     ranks: list[int]
     keep: int
     budget_s: float
+    proven: int | None = None
 
 
 class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """What the disk keeps once this save is published: the last `last`, and steps that `every` divides."""
+    """What stays once this save is published: the last `last`, on the disk also steps that `every` divides, and the
+    newest of step `proven` or before it: what came after that may yet turn out to be harmed by a spike."""
 
     last: int
     every: int | None = None
+    proven: int | None = None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,7 +192,9 @@ def _prune(job: Job, keep: Keep, newest: Path, tell: Tell) -> None:
     """Only what a newer verified checkpoint makes expendable: the one that was just read back."""
     if not newest.is_dir():
         return
-    done = upkeep.prune(newest.parent, job.manifest.run_id, keep.last, keep.every, lambda ref: _verified(ref, newest))
+    done = upkeep.prune(
+        newest.parent, job.manifest.run_id, keep.last, keep.every, lambda ref: _verified(ref, newest), keep.proven
+    )
     for left in done.left:
         tell(Outcome(id=job.id, tier="prune", ok=False, why=left))
 

@@ -214,7 +214,7 @@ class Tiers:
         self.published["disk"] = step
         size = sum(file.stat().st_size for file in ref.path.iterdir()) if self._control.is_main else 0
         if self._control.is_main and keep is not None:
-            left = self.disk.prune(keep.last, keep.every).left
+            left = self.disk.prune(keep.last, keep.every, keep.proven).left
             events += [Event("prune", step, False, text) for text in left]
         return [*events, Event("disk", step, True, bytes=size, path=str(ref.path))]
 
@@ -238,6 +238,12 @@ class Tiers:
         """The newest verified checkpoint; see `finding.Finder.newest`. Collective."""
         memory, problems = self._here.newest(before_step) if "memory" in tiers else (None, [])
         return Finder(self.disk, memory, self.remote).newest(before_step, tiers, problems)
+
+    def newest_step(self) -> int | None:
+        """The step of the newest checkpoint that this process sees in memory or on the disk; nothing is verified."""
+        roots = [self.disk.root, *([self.memory.root] if self.memory is not None else [])]
+        found = [ref for root in roots for ref in layout.published(root)]
+        return max(found, key=lambda ref: ref.generation).step if found else None
 
     def abandon(self, steps_from: int, to: CheckpointRef) -> list[str]:
         """After training has gone back to `to`: deletes the checkpoints of `steps_from` and later steps that are newer,
@@ -335,7 +341,7 @@ class Tiers:
             if draft
             else None,
             keep=keep,
-            remote=self._remote() if remote else None,
+            remote=self._remote(keep) if remote else None,
             deadline_s=self.saver.timeout_s,
         )
         self._in_work = _InWork(job.id, step, plan.slot, draft is not None)
@@ -344,11 +350,17 @@ class Tiers:
             self._bound.sources, moving, step, self._host(slot), lambda problem: self._staged(job, problem)
         )
 
-    def _remote(self) -> Remote | None:
+    def _remote(self, keep: Keep | None) -> Remote | None:
         place = self.remote
         if place is None:
             return None
-        return Remote(url=place.url, ranks=list(range(self._control.size)), keep=place.keep, budget_s=place.budget_s)
+        return Remote(
+            url=place.url,
+            ranks=list(range(self._control.size)),
+            keep=place.keep,
+            budget_s=place.budget_s,
+            proven=keep.proven if keep is not None else None,
+        )
 
     def _host(self, slot: Slot) -> HostFile:
         return slot.host if slot.host is not None else HostFile.empty()

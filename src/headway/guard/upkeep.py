@@ -46,8 +46,12 @@ def prune(
     keep_last: int,
     keep_every: int | None,
     is_verified: Callable[[CheckpointRef], bool],
+    proven: int | None = None,
 ) -> Upkeep:
-    """Deletes checkpoints of this run that no rule keeps. See `CheckpointStore.prune`."""
+    """Deletes checkpoints of this run that no rule keeps. See `CheckpointStore.prune`.
+
+    proven: the newest one of this step or before it stays, too.
+    """
     done = Upkeep()
     sound = []
     for ref in layout.published(root):
@@ -65,6 +69,7 @@ def prune(
             sound.append(ref)
     kept = set(sound[-keep_last:])
     kept |= {ref for ref in sound if keep_every and ref.step % keep_every == 0}
+    kept |= set([ref for ref in sound if proven is not None and ref.step <= proven][-1:])
     expendable = [ref for ref in sound if ref not in kept]
     if not expendable:
         return done

@@ -302,6 +302,7 @@ def _spikes(
         reporter.incident,
         back,
         config.optim.clip_norm,
+        tiers.newest_step,
     )
     spikes.load(state.guard)
     reporter.watch = spikes.observe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -343,6 +344,9 @@ class Run:
         broken = reason not in ("done", "preempted")
         if not broken:
             self.reporter.tell_finished()
+        problem = sys.exc_info()[1]
+        if isinstance(problem, Stopped) and not problem.told:
+            self.reporter.incident("stopped", self.step, str(problem), "stopped the run")
         self.saves.close(over=not broken, wait=reason == "done")
         account = self.run_clock.account()
         self.reporter.tell(

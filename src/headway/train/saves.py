@@ -18,6 +18,9 @@ from headway.guard.tree import Tree
 from headway.train.cadence import Cadence, Every
 from headway.train.reporter import Reporter
 
+HEALTHY_STEPS = 32
+"""Steps without a spike after which a state counts as sound: the newest such checkpoint stays on the disk."""
+
 
 class Snapshot(NamedTuple):
     """Everything that a checkpoint holds. `moving`: keys of what changes between optimizer steps."""
@@ -79,7 +82,7 @@ class Saves:
                 moving=state.moving,
                 disk="disk" in self._owed,
                 remote="remote" in self._owed,
-                keep=self._keep(),
+                keep=self._keep(step),
             )
         except CheckpointFailed as failure:
             if self.tiers.off:  # found out just now: this save, too, is made the slow way
@@ -105,7 +108,7 @@ class Saves:
         remote = self.config.remote is not None
         try:
             events = self.tiers.save_now(
-                step, state.tensors, state.meta, state.rank_state, remote=remote, keep=self._keep()
+                step, state.tensors, state.meta, state.rank_state, remote=remote, keep=self._keep(step)
             )
         except CheckpointFailed as failure:
             raise Stopped(f"step {step} could not be saved: {failure}") from failure
@@ -131,15 +134,15 @@ class Saves:
     def _block(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
         state = snapshot()
         try:
-            events = self.tiers.save_now(step, state.tensors, state.meta, state.rank_state, keep=self._keep())
+            events = self.tiers.save_now(step, state.tensors, state.meta, state.rank_state, keep=self._keep(step))
         except CheckpointFailed as failure:
             self._failed(Event("disk", step, False, str(failure)))
             return
         for event in events:
             self._tell(event)
 
-    def _keep(self) -> Keep:
-        return Keep(last=self.config.keep, every=self.config.keep_every)
+    def _keep(self, step: int) -> Keep:
+        return Keep(last=self.config.keep, every=self.config.keep_every, proven=step - HEALTHY_STEPS)
 
     def _tell(self, event: Event) -> None:
         if not event.ok:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headway.account.errors import UserError
+from headway.account.errors import Stopped
 from headway.config.guard import GuardConfig
 from headway.data.batch import BadDocuments
 from headway.data.feed import Fed, stand_in
@@ -19,9 +19,10 @@ from headway.data.stream import Stream
 from headway.guard.process_group import control
 from headway.guard.quarantine import Quarantine, Why
 from headway.guard.spikes.cause import Cause, Look, find_cause
-from headway.guard.spikes.figures import LOSS, UPDATE, Figures
+from headway.guard.spikes.figures import GRADIENT, LOSS, UPDATE, Figures
 from headway.guard.spikes.policy import Policy
 from headway.guard.spikes.watcher import NOT_FINITE, Alarm, Limits, Watcher
+from headway.train.controls import Controls
 from headway.train.figures import Detail, Local, figures_of
 from headway.train.memory import Fit, random_state, set_random_state
 from headway.train.optim import gradient_names
@@ -72,7 +73,10 @@ class Spikes:
     tell: Tell
     go_back: GoBack
     clip_norm: float | None
+    newest: Callable[[], int | None] = lambda: None
+    """The step of the newest checkpoint on this machine."""
     watcher: Watcher = field(init=False)
+    controls: Controls = field(init=False)
     policy: Policy = field(init=False)
     alarms: list[Alarm] = field(default_factory=list)
     let_through: int = 0
@@ -84,6 +88,7 @@ class Spikes:
 
     def __post_init__(self) -> None:
         self.watcher = Watcher(uniform=math.log(min(store.vocab_size for store in self.stream.view.stores)))
+        self.controls = Controls(self.stream.fingerprint)
         config = self.config
         self.policy = Policy(config.actions, config.lower_lr, config.for_steps, config.within)
 
@@ -115,6 +120,8 @@ class Spikes:
         alarms = self.watcher.judge(figures, launched.limits)
         if not alarms and self.config.spikes == "act" and figures.finite and not figures.taken:
             alarms = [Alarm(step, LOSS, figures.nll, figures.nll, self.watcher.tracks[LOSS].centre)]
+        if not alarms and figures.finite:
+            self.controls.note(step, launched.position, launched.limits)
         if self.config.spikes == "act":
             self.alarms = alarms
         elif alarms:
@@ -140,6 +147,7 @@ class Spikes:
     def went_back(self, step: int) -> None:
         """Training stands behind `step` again; steps after it are forgotten."""
         self.watcher.rewind(step + 1)
+        self.controls.rewind(step + 1)
         self._launched = {at: launched for at, launched in self._launched.items() if at <= step}
 
     # -- what happened -------------------------------------------------------------------------------------------------
@@ -147,7 +155,7 @@ class Spikes:
     def judge(self) -> Verdict:
         """Finds the cause of the alarm and brings the state back to before it. Collective; the alarm is over then.
 
-        Raises UserError on all ranks when the run must stop, after telling of it.
+        Raises Stopped on all ranks when the run must stop, after telling of it.
         """
         alarms, self.alarms = self.alarms, []
         at = self._launched[alarms[0].step]
@@ -166,29 +174,66 @@ class Spikes:
         return self._without_documents(verdict, at, first_bad=step - 1 if only_update else step)
 
     def _without_documents(self, verdict: Verdict, at: Launched, first_bad: int) -> Verdict:
-        """No few documents explain it: the batch is looked at again at an older state."""
-        verdict.went = self.go_back(first_bad)
+        """No few documents explain it: the batch is looked at again at an older state, one that is sound itself."""
+        sound = self._at_older_state(verdict, at, first_bad)
         if verdict.went is None:
             return self._nothing_older(verdict, at)
-        if "guard" in verdict.went.meta:
-            self._load(verdict.went.meta["guard"])
+        if sound is False:
+            self._stop(verdict, "not the data's fault: earlier data is bad as well at every checkpoint there is")
         cause = self.cause(at)
         verdict.looks += cause.looks
         if cause.kind == "documents":
             return self._set_aside(verdict, cause, at)
-        if cause.kind == "everything" and cause.look is not None and cause.look.figures.finite:
-            if self.policy.again_too_often(at.step, "shift"):
-                self._stop(verdict, "the data's level was accepted as new, and the same step failed again")
-            self.let_through = at.step
-            return verdict.act(
-                "the data has changed: all of the batch is so at an older state too; accepted as the level"
-            )
-        return self._not_data(verdict, at)
+        if cause.kind == "transient":
+            return self._not_data(verdict, at, "the batch is clean at an older state")
+        if sound is None:
+            return self._not_data(verdict, at, "no earlier batch is known to judge the older state by")
+        if cause.look is None or not cause.look.figures.finite:
+            return self._not_data(verdict, at, "the batch is not finite at an older state either")
+        if self.policy.again_too_often(at.step, "shift"):
+            self._stop(verdict, "the data's level was accepted as new, and the same step failed again")
+        self.let_through = at.step
+        return verdict.act(
+            f"the data has changed: at step {verdict.went.step}, where earlier data is as it was, all of the batch is "
+            "so too; accepted as the level"
+        )
 
-    def _not_data(self, verdict: Verdict, at: Launched) -> Verdict:
+    def _at_older_state(self, verdict: Verdict, at: Launched, before: int) -> bool | None:
+        """Goes back, checkpoint by checkpoint, to a state at which a batch that was clean is clean still.
+
+        The newest ones may hold what the spike has done. None: no such batch is known; False: there is no such state.
+        """
+        sound: bool | None = None
+        while (went := self.go_back(before)) is not None:
+            verdict.went = went
+            if "guard" in went.meta:
+                self._load(went.meta["guard"])
+            sound = self._is_sound(verdict, at)
+            if sound is not False:
+                return sound
+            verdict.harmed.append(went.step)
+            before = went.step
+        return sound
+
+    def _is_sound(self, verdict: Verdict, at: Launched) -> bool | None:
+        """Whether a batch that was clean is clean at the state that training is in; None where none is known."""
+        for known in reversed(self.controls.kept):
+            batch = self.stream.global_batch(known.position)
+            if not batch.trained_tokens:
+                continue
+            look = self.look(Launched(known.step, batch, at.limits, at.random), frozenset())
+            set_random_state(at.random)
+            if look is not None:
+                verdict.looks += 1
+                return known.is_normal(look.figures)
+        return None
+
+    def _not_data(self, verdict: Verdict, at: Launched, because: str) -> Verdict:
         action = self.policy.next_action(at.step)
         went = verdict.went
-        said = "not the data's fault: the batch is clean at an older state"
+        said = f"not the data's fault: {because}"
+        if verdict.harmed:
+            said += f", and the checkpoints of steps {', '.join(map(str, verdict.harmed))} were harmed and are deleted"
         if action is None or went is None:
             self._stop(verdict, f"{said}; guard.actions offers nothing more")
             raise AssertionError("unreachable")
@@ -196,7 +241,7 @@ class Spikes:
             self.policy.lower_from(at.step)
             done = f"learning rate × {self.config.lower_lr} until step {self.policy.lr_until}"
         elif action == "clip":
-            norm = math.exp(self.watcher.tracks["gradient norm"].centre)
+            norm = math.exp(self.watcher.tracks[GRADIENT].centre)
             self.policy.clip_from(at.step, norm)
             done = f"gradients clipped at {norm:.4g} until step {self.policy.clip_until}"
         else:
@@ -207,11 +252,29 @@ class Spikes:
     def _nothing_older(self, verdict: Verdict, at: Launched) -> Verdict:
         finite = at.figures is not None and at.figures.finite
         if not finite or self.policy.again_too_often(at.step, "unknown"):
-            self._stop(verdict, "no few documents explain it, and there is no checkpoint to go back to")
+            self._stop(verdict, "no few documents explain it, and there is no older checkpoint to go back to")
+        if self._is_sound(verdict, at) is False:
+            return self._harmed(verdict, at)
         self.let_through = at.step
         return verdict.act(
             "no few documents explain it and there is no checkpoint to judge it by: accepted as the new level"
         )
+
+    def _harmed(self, verdict: Verdict, at: Launched) -> Verdict:
+        """The state is bad, and there is none to go back to: what is offered is tried from here."""
+        said = "not the data's fault: earlier data is bad now as well, and there is no older checkpoint"
+        action = self.policy.next_action(at.step)
+        if action is None:
+            self._stop(verdict, f"{said}; guard.actions offers nothing more")
+        if action == "clip":
+            norm = math.exp(self.watcher.tracks[GRADIENT].centre)
+            self.policy.clip_from(at.step, norm)
+            done = f"gradients clipped at {norm:.4g} until step {self.policy.clip_until}"
+        else:  # with nothing to go back to, leaving data out mends no state
+            self.policy.lower_from(at.step)
+            done = f"learning rate × {self.config.lower_lr} until step {self.policy.lr_until}"
+        self.let_through = at.step
+        return verdict.act(f"{said}; went on, {done}")
 
     def _set_aside(self, verdict: Verdict, cause: Cause, at: Launched) -> Verdict:
         documents = list(cause.documents)
@@ -302,10 +365,23 @@ class Spikes:
 
     def _stop(self, verdict: Verdict, why: str) -> None:
         self.tell(verdict.fault, verdict.step, verdict.evidence, f"stopped: {why}")
-        raise UserError(
+        raise Stopped(
             f"step {verdict.step}: {verdict.evidence}: {why}; stopped. Look at incidents.jsonl, lower optim.lr or "
-            "clean the data, then start again: the run goes on from its newest checkpoint"
+            f"clean the data, then start again: {self._goes_on_from(verdict)}",
+            told=True,
         )
+
+    def _goes_on_from(self, verdict: Verdict) -> str:
+        """What a start after a stop will do; the checkpoints behind `went` are deleted by now."""
+        step = verdict.went.step if verdict.went is not None else self.newest()
+        if step is None:
+            return "there is no checkpoint, the run begins anew"
+        if step in verdict.harmed:
+            return (
+                f"the only checkpoint left is that of step {step}, and it is harmed: move it away first, or the run "
+                "goes on from it"
+            )
+        return f"the run goes on from the checkpoint of step {step}"
 
     # -- saved ---------------------------------------------------------------------------------------------------------
 
@@ -315,6 +391,7 @@ class Spikes:
             "policy": self.policy.state(),
             "moved": self.learner.sample.state(),
             "let_through": self.let_through,
+            "controls": self.controls.state(),
             "aside_lately": [list(one) for one in self._aside_lately],
         }
 
@@ -331,6 +408,7 @@ class Spikes:
         """What belongs to the weights. What has been tried, and what was set aside, is not taken back."""
         self.watcher.load(state["watcher"])
         self.learner.sample.load(state["moved"])
+        self.controls.load(state.get("controls"))
 
 
 @dataclass
@@ -342,6 +420,8 @@ class Verdict:
     evidence: str
     at: Launched
     looks: int = 0
+    harmed: list[int] = field(default_factory=list)
+    """Steps of checkpoints that hold what the spike has done."""
     action: str = ""
     documents: tuple[int, ...] = ()
     went: Went | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from headway.account.errors import UserError
+from headway.account.errors import Stopped
 from headway.data.feed import Fed, Feeder
 from headway.data.global_batch import Position
 
@@ -67,7 +67,8 @@ class Supply:
                 time.monotonic() - began,
             )
         self._tell("data reader failed", evidence, f"stopped after {_RESTARTS} restarts", 0.0)
-        raise UserError(f"data cannot be read: {evidence}; the run goes on from its newest checkpoint once it can")
+        said = f"data cannot be read: {evidence}; the run goes on from its newest checkpoint once it can"
+        raise Stopped(said, told=True)
 
     def _judge(self, asked: float, got: float) -> None:
         waited, step = got - asked, asked - self._given

@@ -71,7 +71,7 @@ def outliving_readers() -> Iterator[None]:
     """Standard output and error that go on without their reader, for as long as the block lasts."""
     before = sys.stdout, sys.stderr
     here = SurvivingStream(sys.stdout), SurvivingStream(sys.stderr)
-    sys.stdout, sys.stderr = here  # type: ignore[assignment]
+    sys.stdout, sys.stderr = here
     try:
         yield
     finally:

@@ -92,7 +92,7 @@ def overview(summary: Summary) -> Overview:
 
 def is_failure(incident: Incident) -> bool:
     """Whether the run had to start again, or ended, because of it."""
-    return incident.recover_s is not None or incident.action.startswith(("restarted", "stopped the run"))
+    return incident.recover_s is not None or incident.action.startswith(("restarted", "stopped"))
 
 
 def groups(incidents: Iterable[Incident], key: Callable[[Incident], str]) -> tuple[Group, ...]:
