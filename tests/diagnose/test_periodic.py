@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,6 +21,7 @@ from headway.diagnose.periodic import PeriodicTrace
 from headway.diagnose.said import Said
 from headway.train.clock import StepClock
 from headway.train.hook import HookPlace
+from headway.train.run import Run
 from headway.watch.tensorboard_sink import trace_scalars
 from tiny import run_file
 from train.running import history, run
@@ -103,6 +106,25 @@ def test_a_trace_that_is_skipped_for_a_diagnosis_is_said_once(
             hook.begin_step(step)
         said = capsys.readouterr().err
         assert begun == [4] and said.count("no trace, the one of step 4") == (rank == 0)
+
+
+def test_a_trace_that_ends_with_its_step_has_a_place_in_the_steps_account() -> None:
+    """An evaluation ends a trace inside the step before it: writing is logging, not unaccounted."""
+    spent: list[int] = []
+
+    def pause() -> None:
+        began = time.monotonic_ns()
+        time.sleep(0.02)
+        spent.append(time.monotonic_ns() - began)
+
+    told = SimpleNamespace(tell_finished=lambda: None)
+    clock = StepClock("cpu")
+    run = SimpleNamespace(
+        hook=SimpleNamespace(pause=pause), clock=clock, reporter=told, spikes=SimpleNamespace(alarms=())
+    )
+    clock.begin_step()
+    assert Run._end_step(run) is False  # type: ignore[arg-type]
+    assert clock.take().account.total("host.logging") >= spent[0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from headway.cli.paths import is_no_input, out_path
 if TYPE_CHECKING:
     from headway.diagnose.diagnosis import Diagnosis
 
-_MOST = 10**12  # tokens in a trace: an H200 with all of its memory full of bytes has fewer
+# Tokens in a trace (a device whose memory held nothing but bytes has fewer) and in a document (its pairs are counted
+# in 64 bits).
+_MOST, _LONGEST = 10**12, 10**9
 
 
 def diagnose(
@@ -52,7 +54,7 @@ def diagnose(
     for name, value in (("--tokens", tokens), ("--slots", slots), ("--seq-len", seq_len)):
         if value is not None and value < 1:
             raise UserError(f"{name} {value}: give a number of 1 or more")
-        if value is not None and value > _MOST:
+        if value is not None and value > (_LONGEST if name == "--seq-len" else _MOST):
             raise UserError(f"{name} {value}: no trace holds so many; give what one rank computes in the window")
     if slots is not None and tokens is None:
         raise UserError("--slots is used with --tokens; give both")

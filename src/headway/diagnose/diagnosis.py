@@ -352,6 +352,8 @@ def _efficiency_dict(rank: RankFacts | None) -> dict[str, Any] | None:
     if known is None:
         return None
     flops = msgspec.structs.asdict(known.flops) if known.flops is not None else None
+    if flops is not None:  # JSON's readers have 64 bits for a whole number
+        flops = {name: value if value < 2**63 else float(value) for name, value in flops.items()}
     return {**dataclasses.asdict(dataclasses.replace(known, flops=None)), "flops": flops}
 
 

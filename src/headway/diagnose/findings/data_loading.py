@@ -50,7 +50,7 @@ def data_finding(
     long = sum(wait >= _SWITCHED_NS for wait in waits)
     evidence = (
         seen,
-        f"{ms(typical)} a step at the median, {ms(worst)} at most, over {len(waits)} steps",
+        f"{ms(typical)} a step at the median, {ms(worst)} at most, over {len(waits)} step{'s' * (len(waits) > 1)}",
     )
     return Finding(
         name="data-jitter" if jitter else "data-starvation",
