@@ -168,6 +168,31 @@ def test_what_means_nothing_is_said_and_the_schedule_is_in_the_label(capsys: pyt
     assert code == 0 and "changes nothing" not in out
 
 
+def test_suggestions_are_near_or_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for fix, says in (
+        ("foo=3", "no such key; e.g. tp, pp"),
+        ("vp=2", "nearest: vpp"),
+        ("schedule=gpipe", "known: 1f1b, zero-bubble, dualpipe"),
+        ("schedule=dualpip", "nearest: dualpipe"),
+    ):
+        code, _, err = run(capsys, *BASE, "--fix", fix)
+        assert code == 2 and says in err and err.count("\n") == 1
+    config = {
+        "model_type": "mixtral",
+        "hidden_size": 64,
+        "vocab_size": 9,
+        "num_attention_heads": 8,
+        "intermediate_size": 64,
+    }
+    config |= {"num_hidden_layers": 2, "num_key_value_heads": 3, "num_local_experts": 2, "num_experts_per_tok": 4}
+    for changes, says in (
+        ({}, "num_key_value_heads=3 groups; nearest: 1, 2, 4"),
+        ({"num_key_value_heads": 4}, "=4 of num_local_experts=2"),
+    ):
+        with pytest.raises(UserError, match=says):
+            load_model(config | changes)
+
+
 def test_keys_given_twice(tmp_path: Path) -> None:
     cluster, config = tmp_path / "c.yaml", tmp_path / "config.json"
     cluster.write_text("device: H100\ngpus: 8\ngpus: 64\n")

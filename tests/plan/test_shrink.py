@@ -181,6 +181,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert _run([*base, "--json", "--write-config", str(config)], debug=False) == 0
     content = json.loads(capsys.readouterr().out)
     assert json.loads(config.read_text()) == content["small_config"]
+    assert content["small_config"]["max_position_embeddings"] >= 8192  # else transformers takes the family's default
     account = tmp_path / "account.json"
     account.write_bytes(orjson.dumps(content["small"]))
     losses = tmp_path / "losses.csv"

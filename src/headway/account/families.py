@@ -154,9 +154,11 @@ def _attention(
     kv_heads = (keys.optional("num_key_value_heads") if family.grouped else None) or heads
     dim = (keys.optional("head_dim") if family.head_dim_key else None) or _divide(keys, hidden, heads)
     if heads % kv_heads:
+        divisors = [one for one in range(1, min(heads, 4096) + 1) if heads % one == 0]
+        near = sorted(sorted(divisors, key=lambda one: abs(one - kv_heads))[:3])
         raise UserError(
             f"config.json ({keys.model_type}): {heads} query heads do not divide into "
-            f"num_key_value_heads={kv_heads} groups"
+            f"{keys.name('num_key_value_heads')}={kv_heads} groups; nearest: {', '.join(map(str, near))}"
         )
     widths = [heads * dim, kv_heads * dim, kv_heads * dim]
     if len(family.qkv) == 1:
@@ -230,7 +232,10 @@ def _dense(names: tuple[str, ...], gated: bool, hidden: int, width: int, bias: b
 def _experts(keys: Keys, family: Family, experts: Experts, hidden: int) -> tuple[Mlp, list[Weight], int]:
     count, width, top_k = keys.number(experts.count), keys.number(experts.width), keys.number("num_experts_per_tok")
     if top_k > count:
-        raise UserError(f"config.json ({keys.model_type}): num_experts_per_tok={top_k} of {experts.count}={count}")
+        raise UserError(
+            f"config.json ({keys.model_type}): {keys.name('num_experts_per_tok')}={top_k} "
+            f"of {keys.name(experts.count)}={count}"
+        )
     at = experts.prefix
     weights = [
         Weight(f"{at}.{experts.router}", hidden, count, "router"),

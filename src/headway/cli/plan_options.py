@@ -74,8 +74,9 @@ def parse_fix(text: str) -> dict[str, Any]:
         key, equals, value = item.partition("=")
         key = key.strip().replace("-", "_")
         if not equals or key not in hints:
-            near = difflib.get_close_matches(key, list(hints), n=3, cutoff=0.3) or sorted(hints)
-            raise UserError(f"--fix {item!r}: no such key; nearest: {', '.join(near)}")
+            near = difflib.get_close_matches(key, list(hints), n=3, cutoff=0.5)
+            known = f"nearest: {', '.join(near)}" if near else "e.g. tp, pp, cp, micro_batch (docs/plan.md has all)"
+            raise UserError(f"--fix {item!r}: no such key; {known}")
         if key in given:
             raise UserError(f"--fix {text!r}: {key} is given twice")
         given[key] = _value(key, value.strip(), hints[key])
@@ -100,8 +101,9 @@ def _value(key: str, text: str, kind: Any) -> Any:
         except ValueError as error:
             raise UserError(f"--fix {key}={text}: {error}") from None
     if text not in get_args(kind):
-        near = difflib.get_close_matches(text, get_args(kind), n=2) or get_args(kind)
-        raise UserError(f"--fix {key}={text}: nearest: {', '.join(near)}")
+        near = difflib.get_close_matches(text, get_args(kind), n=2, cutoff=0.75)
+        known = f"nearest: {', '.join(near)}" if near else f"known: {', '.join(get_args(kind))}"
+        raise UserError(f"--fix {key}={text}: {known}")
     return text
 
 

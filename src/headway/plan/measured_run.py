@@ -63,8 +63,10 @@ def read_measured(path: Path) -> MeasuredRun:
 def _gpus_of(content: Any) -> int | None:
     """GPUs of the plan that `headway plan --json` writes beside an account."""
     plan = content.get("plan") if isinstance(content, dict) else None
-    degrees = [plan.get(key) for key in ("dp", "tp", "pp", "cp")] if isinstance(plan, dict) else []
-    return math.prod(degrees) if degrees and all(isinstance(one, int) for one in degrees) else None
+    if not isinstance(plan, dict):
+        return None
+    degrees = [one for key in ("dp", "tp", "pp", "cp") if isinstance(one := plan.get(key), int)]
+    return math.prod(degrees) if len(degrees) == 4 else None
 
 
 def account_of(content: Any, where: str) -> Account:

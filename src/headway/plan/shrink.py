@@ -113,7 +113,7 @@ def shrink(
         found = predict(work, small, cluster, constants)
         if found.memory.needed > HEADROOM * found.memory.capacity:
             continue
-        tried = Shrunk(target, found, small_config(config, *key))
+        tried = Shrunk(target, found, {"max_position_embeddings": work.seq, **small_config(config, *key)})
         if best is None or tried.distance < best.distance - 1e-9:
             best = tried
     if best is None:
