@@ -25,6 +25,7 @@ from headway.diagnose.findings.ranks import straggler
 from headway.diagnose.job import read_job
 from headway.diagnose.passes import passes_of
 from headway.diagnose.said import Said
+from headway.watch.diagnosis_page import render_page
 from headway.watch.diagnosis_text import render_diagnosis
 
 Make = Callable[[], Kineto]
@@ -111,6 +112,7 @@ def test_the_host_range_is_named_with_what_calls_it_and_what_is_not_named_is_ask
     for trace in (causes.saving(""), causes.writing_on_cpu("")):
         unnamed = diagnosed(tmp_path / "b", trace)
         assert not unnamed.clean and "with_stack=True" in unnamed.advice
+        assert "with_stack=True" in render_page(unnamed) and "No cause was found" not in render_page(unnamed)
         shown = Console(width=80, file=io.StringIO(), force_terminal=False)
         shown.print(render_diagnosis(unnamed))
         assert "no cause was found that is worth a change" not in shown.file.getvalue()  # type: ignore[attr-defined]

@@ -124,7 +124,9 @@ class Diagnosis:
 
     @property
     def advice(self) -> str:
-        """What to do where the device idles and nothing that was recorded says why; empty elsewhere."""
+        """Where nothing was found because too little was recorded: what to record; empty elsewhere."""
+        if self.run is not None and not self.run.steps:
+            return "nothing can be said: no step was finished"
         if self.unexplained < UNEXPLAINED:
             return ""
         return (

@@ -296,8 +296,6 @@ def _remedies(item: Diagnosis) -> Group:
         rows.append(table)
     if item.advice:
         rows.append(Text(item.advice, style="yellow"))
-    elif item.run and not item.run.steps:
-        rows.append(Text("nothing can be said: no step was finished", style="yellow"))
     elif len(rows) == 1:
         rows.append(Text("nothing: no cause was found that is worth a change", style="green"))
     return Group(*rows)
