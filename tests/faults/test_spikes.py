@@ -132,6 +132,20 @@ def test_a_rate_far_too_high_is_never_taken_for_new_data(path: Path) -> None:
     again.close("failed")
 
 
+def test_data_that_really_changes_is_accepted_where_earlier_data_is_as_it_was(path: Path) -> None:
+    def plant(run: Run) -> None:
+        batch = run.spikes.stream.global_batch(run.position)
+        for step in range(1, END + 1):
+            for raw in batch.documents if step >= AT else ():
+                rewrite(run, int(raw), garbage(int(raw), vocab=320))
+            batch = run.spikes.stream.global_batch(batch.next)
+
+    found = ran(path, "name=changed", SHORT, "checkpoint.memory_every=3", plant=plant)
+    (incident,) = found.incidents
+    assert incident.step == AT and "the data has changed: at step 36" in incident.action
+    assert not found.folder.quarantine.exists() and found.lines[-1].step == END and found.lines[-1].skipped is None
+
+
 def test_two_shards_skip_together_and_the_one_with_the_nan_is_named(path: Path) -> None:
     layout = ("parallel.fsdp=2", "train.steps=16")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from headway.record.jsonl import read_jsonl
 from headway.record.sessions import read_history
 from headway.train.optim import Optimizers
 from headway.train.run import Run
+from headway.watch.incidents import read_overview
 from tiny import CHATML, config, run_file
 from train.running import history, losses, run, start
 
@@ -132,8 +134,17 @@ def test_a_save_that_fails_is_an_incident_and_the_model_is_still_exported(
     from headway.account.events import Incident
 
     faults = [item.fault for item in read_jsonl(folder.incidents, Incident).items]
-    assert faults and set(faults) == {"checkpoint failed"}, "one or two: a save that is due waits for the one before"
+    assert set(faults) == {"checkpoint failed", "stopped"}, "one or two: a save that is due waits for the one before"
     assert [line.step for line in history(path).kept] == [1, 2, 3, 4]
+    monkeypatch.setattr(Run, "has_steps_left", lambda run: run.step < 4 and not os.kill(os.getpid(), signal.SIGTERM))
+    assert "step 1 could not be saved" in run(path, "name=stopped", expect=1).err, "75 is for a state that is saved"
+
+
+def test_a_run_that_stops_without_a_checkpoint_says_so(path: Path) -> None:
+    done = run(path, "optim.lr=1e30", "schedule={kind: constant}", "checkpoint.every=null", expect=1)
+    assert "no older checkpoint to go back to" in done.err and "the run begins anew" in done.err
+    assert "goes on from" not in done.err
+    assert read_overview(RunFolder(path.parent / "runs" / "tiny")).failures == 1
 
 
 @pytest.fixture

@@ -87,7 +87,8 @@ class CheckpointConfig(Section):
     keep: int = Field(
         default=2,
         ge=1,
-        description="Newest checkpoints that are kept; 2 so that one remains should the newest be damaged.",
+        description="Newest checkpoints that are kept; 2 so that one remains should the newest be damaged. "
+        "The newest with 32 clean steps behind it stays in any case.",
     )
     keep_every: int | None = Field(
         default=None,
