@@ -104,6 +104,16 @@ def test_prune_keeps_the_last_and_every_mth(store: CheckpointStore) -> None:
         store.prune(0)
 
 
+def test_prune_keeps_the_newest_that_is_proved_sound(store: CheckpointStore) -> None:
+    """A spike seen at step 139 may have been in the checkpoint of 138: the last one before it must be there."""
+    for step in (100, 110, 120, 137, 138):
+        save(store, step)
+    store.prune(keep_last=1, proven=115)
+    assert [int(name[5:13]) for name in names(store)] == [110, 138]
+    store.prune(keep_last=1, proven=138)
+    assert [int(name[5:13]) for name in names(store)] == [138]
+
+
 def test_prune_never_deletes_the_newest_verified(store: CheckpointStore) -> None:
     refs = [save(store, step) for step in range(1, 5)]
     for ref in refs[1:]:

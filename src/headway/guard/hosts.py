@@ -14,6 +14,7 @@ import msgspec
 
 from headway.account.errors import UserError
 from headway.record.files import read_json, write_json
+from headway.record.jsonl import complain
 
 
 class Host(msgspec.Struct):
@@ -59,7 +60,7 @@ class HostList:
         if host not in self.hosts:
             raise UserError(f"{host} is not in {self.path}; it has {', '.join(self.hosts) or 'no host'}")
         self.hosts[host] = Host(since=time.time())
-        self._save()
+        write_json(self.path, self.to_dict())
 
     def excluded(self) -> set[str]:
         return {name for name, host in self.hosts.items() if host.excluded}
@@ -68,4 +69,8 @@ class HostList:
         return msgspec.to_builtins(self.hosts)
 
     def _save(self) -> None:
-        write_json(self.path, self.to_dict())
+        """A full disk must not end the supervisor: the list is in memory too, and written whole the next time."""
+        try:
+            write_json(self.path, self.to_dict())
+        except OSError as error:
+            complain(f"{self.path}: not written ({error.strerror or error}); free room there")

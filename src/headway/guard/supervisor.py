@@ -154,7 +154,10 @@ class Supervisor:
         if death.fault != HANG or not stack.is_file() or not stack.stat().st_size:
             return ""
         kept = self.logs / f"hang-{death.step:08d}-rank-{death.rank or 0:05d}.stack"
-        kept.write_bytes(stack.read_bytes())
+        try:
+            kept.write_bytes(stack.read_bytes())
+        except OSError:  # a full disk: the death itself is in the ledger
+            return ""
         return f"{self.logs.name}/{kept.name}"
 
 

@@ -122,6 +122,7 @@ class Watch:
     def look(self, pulses: Mapping[int, Pulse], living: Set[int]) -> Hang | None:
         """The hang, None while everything moves, or some ranks are still starting, or leaving."""
         self.settle(pulses)
+        self._ledger.flush()
         if self._slow is not None:
             self._slow.look()
         present = {rank: pulse for rank, pulse in pulses.items() if rank in living}
