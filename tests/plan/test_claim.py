@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.cli.main import _join_commands, _run
@@ -91,6 +91,7 @@ def test_27b_cards_that_make_both_ends_possible() -> None:
     assert not rows["H100-SXM-80GB", 4].fits_memory
 
 
+@settings(deadline=None)
 @given(padding=st.floats(0, 0.83))
 def test_the_gain_splits_into_packing_times_kernels(padding: float) -> None:
     for row in ends(load_claim(["case-27b"])):
@@ -98,6 +99,7 @@ def test_the_gain_splits_into_packing_times_kernels(padding: float) -> None:
         assert packing * kernels == pytest.approx(27840 / 4620)
 
 
+@settings(deadline=None)
 @given(parameters=st.floats(1e9, 2e12), seq=st.floats(1024, 131072))
 def test_attention_only_adds_flops(parameters: float, seq: float) -> None:
     low, high = flops_per_token(parameters, seq)

@@ -89,6 +89,7 @@ def test_the_frontier_holds_no_option_that_another_beats(found: list[Option]) ->
     assert [o.wall_s for o in kept] == sorted(o.wall_s for o in kept)
 
 
+@settings(deadline=None)
 @given(options, st.floats(1, 1e7), st.floats(1, 1e9))
 def test_answers_to_a_date_and_a_budget_are_on_the_frontier(
     found: list[Option], deadline: float, budget: float

@@ -6,7 +6,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.plan.failure_rates import estimate, named
@@ -26,6 +26,7 @@ def test_the_prior_is_that_of_the_published_rates_and_own_counts_take_over() -> 
     assert much.mean == pytest.approx(0.03, rel=0.02) and much.low == pytest.approx(0.03, rel=0.05)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1000), st.floats(0, 1e7))
 def test_the_band_holds_the_mean_and_narrows(failures: int, days: float) -> None:
     rate = gamma_posterior(failures, days)
@@ -69,6 +70,7 @@ def test_a_storm_shortens_the_interval_and_lowers_the_forecast() -> None:
     assert quiet.steps["disk"] > 20 * storm.steps["disk"]  # type: ignore[operator]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 50), st.floats(1e-4, 1e5))
 def test_one_failure_more_never_lowers_the_rate(failures: int, days: float) -> None:
     fewer, more = gamma_posterior(failures, days), gamma_posterior(failures + 1, days)

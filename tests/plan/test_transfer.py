@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.account.errors import UserError
@@ -49,6 +49,7 @@ def test_depth_and_batch_follow_the_square_root() -> None:
     assert huge.beyond and huge.beta1 == 0.9 and any("upper bound" in line for line in huge.lines())
 
 
+@settings(deadline=None)
 @given(st.tuples(*[st.floats(0.25, 4)] * 4), st.tuples(*[st.floats(0.25, 2)] * 4))
 def test_two_transfers_are_one(first: tuple, second: tuple) -> None:
     both = Scale(*[a * b for a, b in zip(first, second, strict=True)])
