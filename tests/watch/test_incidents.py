@@ -63,6 +63,10 @@ def test_a_run_with_deaths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert "MTBF" in out and "rank killed" in out
     assert json.loads(out[out.index("{") :])["failures"] == 2
+    run.metrics.unlink()  # what is there is still told
+    with pytest.raises(SystemExit) as end:
+        main(["incidents", str(run.root)])
+    assert end.value.code == 0 and "rank killed" in capsys.readouterr().out
 
 
 def test_a_run_without_incidents(tmp_path: Path) -> None:

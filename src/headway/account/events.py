@@ -68,7 +68,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field=
 
 
 class RankLine(msgspec.Struct, frozen=True, kw_only=True, tag="rank", tag_field="event"):
-    """One step on one rank: a line of ranks/00000.jsonl."""
+    """One step on one rank: a line of ranks/00000.jsonl. waited_ns: its main thread was ready and had no CPU."""
 
     session: int
     step: int
@@ -79,6 +79,7 @@ class RankLine(msgspec.Struct, frozen=True, kw_only=True, tag="rank", tag_field=
     trained_tokens: int = 0
     memory_bytes: int = 0
     host: str = ""
+    waited_ns: int = 0
 
 
 class EvalLine(msgspec.Struct, frozen=True, kw_only=True, tag="eval", tag_field="event"):

@@ -24,7 +24,7 @@ def incidents(
     from headway.watch.incidents import read_overview
     from headway.watch.incidents_text import render_overview, write_post_mortem
 
-    run = RunFolder.open(run_dir)
+    run = RunFolder.open(run_dir, for_incidents=True)
     found = read_overview(run)
     written = write_post_mortem(run, found) if html else None
     if json:

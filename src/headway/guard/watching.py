@@ -15,15 +15,16 @@ from headway.guard.hang import Hang, HangJudge
 from headway.guard.ledger import Ledger
 from headway.guard.rank_lines import RankLines
 from headway.guard.stacks import with_stack
-from headway.guard.straggler import StepJoin, StragglerWatch
+from headway.guard.straggler import WAITED, Slow, StepJoin, StragglerWatch
 from headway.guard.waiting import Rank, Watched
 
 _LOOK_S = 1.0
 SLOW = "slow rank"
+BUSY = "machine busy"
 
 
 class SlowRanks:
-    """Finds stragglers in the ranks' own files and writes them down; training goes on.
+    """Finds stragglers in the ranks' own files and writes them down, an episode once; training goes on.
 
     too_slow: told of a place and what was found there; True where it must train no longer. evict: whether it said so.
     explain: adds to the evidence what is known of that rank's machine.
@@ -42,6 +43,7 @@ class SlowRanks:
         self._watch, self._ledger, self._places = watch, ledger, places
         self._too_slow, self._explain = too_slow, explain
         self.evict = False
+        self._told: dict[tuple[str, int], tuple[Incident, int]] = {}
         self._join = StepJoin(len(files))
         self._next = 0.0
 
@@ -53,23 +55,30 @@ class SlowRanks:
         self._next = now + _LOOK_S
         for rank, lines in enumerate(self._lines):
             for line in lines.new():
-                for step, accounts in self._join.add(line.step, rank, line.account):
+                for step, accounts in self._join.add(line.step, rank, {**line.account, WAITED: line.waited_ns}):
                     self._judge(step, accounts)
 
     def _judge(self, step: int, accounts: Mapping[int, Mapping[str, int]]) -> None:
         for slow in self._watch.observe(step, accounts):
-            place, evidence = self._places[slow.rank], self._explain(slow.rank, slow.evidence())
-            out = self._too_slow(place, f"step {step}: {SLOW}: {evidence}")
-            self.evict = self.evict or out
-            self._ledger.record(
-                SLOW,
-                step,
-                rank=slow.rank,
-                host=place,
-                phase=slow.phase,
-                evidence=evidence,
-                action=f"saved, and went on without {place}" if out else "went on",
-            )
+            self._write(slow)
+
+    def _write(self, slow: Slow) -> None:
+        place, evidence = self._places[slow.rank], self._explain(slow.rank, slow.evidence())
+        fault = BUSY if slow.busy else SLOW
+        out = slow.counts and self._too_slow(place, f"step {slow.step}: {fault}: {evidence}")
+        self.evict = self.evict or out
+        action = f"saved, and went on without {place}" if out else "went on"
+        known = self._told.get((fault, slow.rank))
+        if slow.again and known is not None:
+            incident, times = known
+            since = f" (told first in step {incident.step}, now in step {slow.step}; {times + 1} times)"
+            changed = self._ledger.amend(incident, evidence=evidence + since, action=action)
+            self._told[fault, slow.rank] = changed, times + 1
+            return
+        incident = self._ledger.record(
+            fault, slow.step, rank=slow.rank, host=place, phase=slow.phase, evidence=evidence, action=action
+        )
+        self._told[fault, slow.rank] = incident, 1
 
 
 @dataclass(frozen=True)

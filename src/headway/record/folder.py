@@ -75,14 +75,15 @@ class RunFolder:
         return self
 
     @classmethod
-    def open(cls, root: Path | str, *, for_checkpoints: bool = False) -> RunFolder:
+    def open(cls, root: Path | str, *, for_checkpoints: bool = False, for_incidents: bool = False) -> RunFolder:
         """An existing run folder. Raises UserError where there is none.
 
-        `for_checkpoints`: one that has checkpoints will do, whatever else was lost.
+        `for_checkpoints`, `for_incidents`: one that has those will do, whatever else was lost.
         """
         folder = cls(Path(root))
         if not folder.root.is_dir():
             raise UserError(f"{root}: no such folder; give a run folder such as runs/NAME")
-        if not folder.metrics.is_file() and not (for_checkpoints and folder.checkpoints.is_dir()):
+        enough = (for_checkpoints and folder.checkpoints.is_dir()) or (for_incidents and folder.incidents.is_file())
+        if not folder.metrics.is_file() and not enough:
             raise UserError(f"{root}: not a run folder (it has no metrics.jsonl)")
         return folder

@@ -19,6 +19,7 @@ from headway.account.events import Flops, Line, Observer, RankLine, StepLine
 from headway.account.run_clock import RunClock
 from headway.account.totals import Totals
 from headway.data.global_batch import Position
+from headway.guard.contention import CpuWait
 from headway.guard.ledger import Ledger
 from headway.record.jsonl import PatientWriter, complain
 from headway.train.clock import ClosedStep, StepClock
@@ -75,6 +76,7 @@ class Reporter:
     skipped_in_a_row: int = 0
     cost_ns: int = 0
     on_step: Callable[[float], None] | None = None
+    cpu_wait: CpuWait = field(default_factory=CpuWait)
     _pending: deque[StepFacts] = field(default_factory=deque)
     _complained: set[str] = field(default_factory=set)
     _before: deque[tuple[int, Totals, int]] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
@@ -246,6 +248,7 @@ class Reporter:
                 trained_tokens=facts.local_trained_tokens,
                 memory_bytes=memory_bytes(),
                 host=socket.gethostname(),
+                waited_ns=self.cpu_wait.since_last(),
             )
         )
 

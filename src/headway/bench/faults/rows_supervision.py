@@ -61,7 +61,7 @@ def row_05(case: Case) -> None:
 def row_06(case: Case) -> None:
     """A slow rank is named with the phase it is slow in, within 20 steps; nothing is restarted for it."""
     victim = case.dice.randrange(2)
-    overrides = ("parallel.replicate=2", "parallel.fsdp=1", "train.steps=45", "checkpoint.every=null")
+    overrides = ("parallel.replicate=2", "parallel.fsdp=1", "train.steps=32", "checkpoint.every=null")
 
     def fault(at: Strike) -> None:
         if at.rank == victim and at.step == 3:
@@ -89,7 +89,7 @@ def _a_slow_host_is_left_out(case: Case, overrides: tuple[str, ...]) -> None:
 
             def slow() -> None:
                 with run.clock.phase("host.gc"):
-                    time.sleep(0.1)
+                    time.sleep(0.15)
                 real()
 
             run.collect_garbage = slow  # type: ignore[method-assign]
