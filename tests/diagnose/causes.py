@@ -262,6 +262,19 @@ def pipeline(wait: float) -> Kineto:
     return each_step(work)  # fmt: skip
 
 
+def all_to_all(us: float) -> Kineto:
+    """Experts' exchange as old traces show it: kernels of sends and receives, no metadata, the name on the host only."""
+
+    def work(trace: Kineto, _: int) -> None:
+        for _ in range(4):
+            with trace.annotated("nccl:all_to_all"):
+                trace.kernel("ncclKernel_SendRecv_RING_SIMPLE_Sum_int8_t(ncclDevComm*)", us, "c10d::x", stream=20)
+            trace.after_collective()
+            clean_step(trace, 2)
+
+    return each_step(work)  # fmt: skip
+
+
 def products(name: str, types: list[str]) -> Kineto:
     def work(trace: Kineto, _: int) -> None:
         for _ in range(8):

@@ -57,10 +57,16 @@ PAIRS: list[tuple[str, Make, Make]] = [
     ("slow-link", lambda: causes.link(9000.0), lambda: causes.link(1000.0)),
     ("slow-link", lambda: causes.link(70_000.0, ranks=64), lambda: causes.link(16_000.0, ranks=64)),
     ("pipeline-bubble", lambda: causes.pipeline(3000.0), lambda: causes.pipeline(0.0)),
+    ("pipeline-bubble", lambda: causes.pipeline(3000.0), lambda: causes.all_to_all(3000.0)),
     (
         "float32-matmuls",
         lambda: causes.products("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n", ["float", "float"]),
         lambda: causes.products("nvjet_sm90_tst_128x256", ["c10::BFloat16", "c10::BFloat16"]),
+    ),
+    (
+        "float32-matmuls",
+        lambda: causes.products("sm80_xmma_gemm_f32f32_f32f32_f32_tn_n", ["float", "float"]),
+        lambda: causes.products("fbgemm_gpu::split_embedding_backward_codegen_rowwise_adagrad", ["float", "float"]),
     ),
     ("recompilation-storm", lambda: causes.compiling({2, 3, 4}), lambda: causes.compiling({1})),
     ("garbage-collection", lambda: causes.collecting(1500.0), lambda: causes.collecting(5.0)),
@@ -79,6 +85,8 @@ PAIRS: list[tuple[str, Make, Make]] = [
         lambda: causes.saving("<built-in function collect>", cat="python_function"),
     ),
     ("host-busy", lambda: causes.saving("save_state"), lambda: causes.saving("aten::mul", cat="cpu_op")),
+    ("host-busy", lambda: causes.saving("save_state"), lambda: causes.saving("Optimizer.step#AdamW.step")),
+    ("host-busy", lambda: causes.saving("save_state"), lambda: causes.saving("## backward ##")),
     ("prefill-dominates", lambda: causes.serving(40_000.0, 4), lambda: causes.serving(2_000.0, 40)),
     ("unstable-steps", lambda: causes.uneven_steps({4, 9}), lambda: causes.uneven_steps(set())),
 ]

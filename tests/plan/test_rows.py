@@ -183,6 +183,19 @@ def test_rows_that_calibrate_are_marked_ones_first_and_of_different_models_where
     assert len(set(_chosen(one))) == 3  # a single model's rows still give three
 
 
+@pytest.mark.parametrize("slip", [1e-3, 60.0])
+def test_a_slip_of_units_calibrates_nothing(tmp_path: Path, slip: float) -> None:
+    found = load_calibration(planted(tmp_path, slip, count=2), default_constants())
+    assert not found.factors and {one.row_id for one in found.skipped} == {"P0", "P1"}
+    assert "step_time_s" in found.skipped[0].reason
+
+
+def test_a_precision_that_the_device_lacks_is_no_case(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", {**GOOD, "gpu": "A100-SXM-80GB", "precision": "fp8"})
+    cases, unscored = read_cases(path)
+    assert not cases and "has no fp8 units" in unscored[0].reason
+
+
 def test_factors_survive_a_file_and_bad_files_are_refused(tmp_path: Path) -> None:
     found = calibrate(read_cases(planted(tmp_path, 1.2))[0], default_constants())
     (tmp_path / "factors.json").write_text(json.dumps({"version": 1, "groups": found.to_dict()}))

@@ -63,8 +63,10 @@ def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
             cases += read
             skipped += [(path, one) for one in left]
     found = run(cases, default_constants())
+    skipped += [(source[0], one) for one in found.skipped]
     if not found.factors:
-        first = f"; the first in line {skipped[0][1].line}: {skipped[0][1].reason}" if skipped else ""
+        one = skipped[0][1] if skipped else None
+        first = f"; the first, {f'in line {one.line}' if one.line else one.row_id}: {one.reason}" if one else ""
         raise UserError(f"{source[0]}: no row has a plan and a speed ({len(skipped)} could not be read{first})")
     dropped = [{"file": str(path), "line": one.line, "row": one.row_id, "reason": one.reason} for path, one in skipped]
     content = {"version": 1, "groups": found.to_dict(), "skipped": dropped}
@@ -82,7 +84,8 @@ def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
     for group, factor in sorted(found.factors.items()):
         print(f"{' · '.join(group):<52} × {factor:.3f}  from {', '.join(found.rows[group])}")
     for item in dropped[:_NAMED]:
-        print(f"skipped: {item['file']}:{item['line']}: {item['reason']}")
+        where = f"{item['file']}:{item['line']}" if item["line"] else f"{item['file']}, row {item['row']}"
+        print(f"skipped: {where}: {item['reason']}")
     if len(dropped) > _NAMED:
         print(f"skipped: {len(dropped) - _NAMED} rows more (--json has them)")
     if out is not None:

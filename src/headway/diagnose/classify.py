@@ -54,7 +54,7 @@ _KIND_RULES: tuple[tuple[str, str], ...] = (
     ),
     (
         "matmul",
-        r"gemm|gemv|cublas|cutlass|nvjet|matmul|_mm_|xmma|splitk|split_k|cijk_|hipblaslt|tensile|wgmma|marlin|machete"
+        r"(?<!fb)gemm|gemv|cublas|cutlass|nvjet|matmul|_mm_|xmma|splitk|split_k|cijk_|hipblaslt|tensile|wgmma|marlin|machete"
         r"|deep_gemm|addmm|bmm|\bdot_kernel|ampere_.*_(?:tn|nn|nt)|sm\d+_.*_(?:tn|nn|nt)",
     ),
     ("norm", r"norm"),

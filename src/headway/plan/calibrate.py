@@ -112,28 +112,43 @@ def trust(logs: Sequence[float]) -> float:
     return BETWEEN**2 / (BETWEEN**2 + variance / count)
 
 
+# A run that many times faster or slower than predicted is another run than its row says (a slip of units, mostly).
+MOST_APART = 5.0
+
+
 def calibrate(cases: Sequence[Case], constants: Constants) -> Calibration:
-    """Factors from rows that may be used for it (see `choose`)."""
+    """Factors from rows that may be used for it (see `choose`); a row `MOST_APART` from its prediction is skipped."""
     factors: dict[Group, float] = {}
     rows: dict[Group, tuple[str, ...]] = {}
+    skipped: list[Unscored] = []
     for group, chosen in choose(cases).items():
-        logs = [
-            math.log((case.step_s or 1) / predict(case.work, case.layout, case.cluster, constants).step_s)
-            for case in chosen
-        ]
-        factors[group] = math.exp(trust(logs) * statistics.median(logs))
-        rows[group] = tuple(case.row_id for case in chosen)
-    return Calibration(factors, rows)
+        logs: dict[str, float] = {}
+        for case in chosen:
+            predicted = predict(case.work, case.layout, case.cluster, constants).step_s
+            ratio = (case.step_s or 1) / predicted
+            if 1 / MOST_APART <= ratio <= MOST_APART:
+                logs[case.row_id] = math.log(ratio)
+                continue
+            reason = (
+                f"its step took {case.step_s:.4g} s, {predicted:.4g} are predicted: too far apart to calibrate by; "
+                "look at step_time_s, tokens_per_s_per_gpu, global_batch and gpus"
+            )
+            skipped.append(Unscored(case.row_id, case.source, reason))
+        if logs:
+            factors[group] = math.exp(trust(list(logs.values())) * statistics.median(logs.values()))
+            rows[group] = tuple(logs)
+    return Calibration(factors, rows, tuple(skipped))
 
 
-_FACTOR = Kind(1e-3, 1e3, "a number between 0.001 and 1000", open=True)
+_FACTOR = Kind(1 / MOST_APART, MOST_APART, f"a number between {1 / MOST_APART:g} and {MOST_APART:g}")
 
 
 def load_calibration(path: Path, constants: Constants) -> Calibration:
     """From a rows CSV, or from what `headway plan calibrate --out` wrote. Raises UserError where neither fits."""
     if path.suffix != ".json":
         cases, skipped = read_cases(path)
-        return replace(calibrate(cases, constants), skipped=tuple(skipped))
+        found = calibrate(cases, constants)
+        return replace(found, skipped=(*skipped, *found.skipped))
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:

@@ -26,7 +26,7 @@ _DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch")
 # What a part of a plan needs before it changes anything.
 _NEEDS = {
     "dedup": "needs experts on several nodes (ep beyond the fast domain)",
-    "etp": "needs experts",
+    "etp": "needs experts, and is what tp gives them already where ep fits beside it",
     "recompute_share": "needs recompute=full",
     "buckets": "needs zero=1 on several replicas",
     "overlap_wgrad": "needs tp above 1 and overlap_tp=false",

@@ -72,6 +72,9 @@ class GoodputReport:
             f"{self.work_s / 86400:.3g} days of work take {wall / 86400:.4g}, "
             f"with {found.failures(self.work_s):.3g} failures"
         )
+        if found.ettr < _HOLDS_FROM:
+            how = "the simulation below decides" if self.simulated else "--simulate decides"
+            yield f"rough: below {_HOLDS_FROM:.0%} the closed form can be several points off (docs/goodput.md); {how}"
         if (lost := self._lost_dollars()) is not None:
             yield f"lost: {lost:,.0f} dollars at {self.price:g} per GPU-hour"
         for path in self.account.parts:
@@ -94,6 +97,10 @@ class GoodputReport:
             f"assumed: failures Poisson and independent, also during recovery; {job.detect_s:g} s to notice, "
             f"{job.restart_s:g} s to restart; a failure before a save is durable falls back to the one before"
         )
+
+
+# Recoveries then overlap with lags, announced restarts and slow nodes, which the closed form takes one by one.
+_HOLDS_FROM = 0.6
 
 
 def report(job: Reliability, work_s: float, price: float | None, repair_s: float, simulate: bool) -> GoodputReport:

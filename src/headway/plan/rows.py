@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headway.account.errors import UserError
-from headway.plan.cluster import Cluster, find_device, make_cluster
+from headway.plan.cluster import Cluster, check_precision, find_device, make_cluster
 from headway.plan.layout import Layout
 from headway.plan.observed import observed_step
 from headway.plan.row_model import row_model
@@ -123,6 +123,7 @@ def make_case(row: Row, row_id: str = "") -> Case:
     seq = sequence_of(row, gpus, assumed)
     batch = batch_of(row, gpus, seq, assumed)
     precision = precision_of(row, stack.name, assumed)
+    check_precision(device, precision)
     shape, about = row_model(row)
     assumed += about
     mtp = shape.mtp_layers if re.search(r"w/ mtp|with mtp", notes.casefold()) else 0

@@ -31,6 +31,7 @@ _NAMED = (HostKind.ANNOTATION, HostKind.PYTHON, HostKind.OP)
 _FRAMES = re.compile(
     r"^ProfilerStep#|^(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?)[ _#:=-]*\d+$|: <module>$|torch/profiler/|"
     r"autograd/profiler|run_backward|^<built-in method exec|^nn\.Module:|importlib|"
+    r"^(?:Optimizer|Scheduler)\.\w+#|^\W*(?:forward|backward|fwd|bwd|optimi[sz]er|loss|zero_grad|update)\b|"
     r"^(?:aten|prims?|autograd|torch|c10d?|nccl|gloo)::?|^headway\.|^\w+Backward\d",
     re.IGNORECASE,
 )

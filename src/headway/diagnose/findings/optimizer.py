@@ -21,7 +21,7 @@ def find(case: Case) -> Iterator[Finding]:
     """Upper bound: the region's kernels and its waits for launches, on a CPU the Python of the loop. Put back: one pass
     over parameters, gradients and moments, at the speed of the longest pass that was measured."""
     view = case.view
-    region = view.under(REGION, (HostKind.ANNOTATION,))
+    region = view.under(REGION, (HostKind.ANNOTATION,)) & ~view.of_kind("collective")
     fused = region & view.named(r"[Ff]usedOptimizer|fused_adam|_fused_|^triton_|FusedAdam")
     spent, fused_ns = view.time(region), view.time(fused)
     rows = view.host_rows(REGION, (HostKind.ANNOTATION,))
