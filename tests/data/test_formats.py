@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headway.data.formats import Chat, Completion, Text, detect_format, parse_json, parse_record
@@ -203,6 +203,7 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
+@example("messages", "messages", [{"role": [], "content": None}], None)
 @given(st.sampled_from(["messages", "sharegpt", "alpaca", "prompt_completion", "text"]), st.sampled_from(
     ["messages", "conversations", "instruction", "output", "prompt", "completion", "text"]), JSON, JSON)  # fmt: skip
 def test_no_record_makes_the_reader_crash(fmt: str, key: str, value: Any, tools: Any) -> None:

@@ -47,7 +47,8 @@ def test_the_breakdown_reaches_metrics(traced: Path) -> None:
         assert line.note != "" or line.wall_ns > 0
         assert line.wall_ns == sum(line.account.values()) > 0
         assert all(path in STEP for path in line.account)
-        assert line.traced_steps == 2 and line.cost_ns > 0 and line.kernels > 0
+        # The run's last step ends the trace that began with it, where the one before was diagnosed in time.
+        assert line.traced_steps == (1 if line.step == 12 else 2) and line.cost_ns > 0 and line.kernels > 0
 
 
 def test_traces_are_whole_and_compressed(traced: Path) -> None:

@@ -48,7 +48,7 @@ def parse_turn(turn: Any) -> tuple[dict[str, Any], bool]:
     """
     if not isinstance(turn, dict):
         raise BadRecord("not an object with a role and content")
-    if len(turn) == 2 and turn.get("role") in _PLAIN and type(turn.get("content")) is str:
+    if len(turn) == 2 and type(turn.get("role")) is str and turn["role"] in _PLAIN and type(turn.get("content")) is str:
         return turn, True  # nearly every turn of nearly every file
     spoken = turn.get("role", turn.get("from"))
     if not isinstance(spoken, str) or not spoken:
