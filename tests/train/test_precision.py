@@ -20,7 +20,7 @@ from headway.model.precision import keep_wide, sensitive_modules, use_float8
 from headway.parallel.device import Device
 from headway.parallel.mesh import Layout, build_mesh
 from headway.parallel.wrap import wrap
-from headway.train import float8
+from headway.train import decisions, float8
 from headway.train.loss_scale import LossScale
 from headway.train.optim import clip_gradients
 from tiny import config, run_file
@@ -186,6 +186,6 @@ def test_float8_auto_measures_a_layer_changes_nothing_and_is_read_back(
     assert not any(type(m).__name__ == "Float8Linear" for m in model.modules())
     environment.write_text(json.dumps(float8.as_record(found, device.name)))
     monkeypatch.setattr(float8, "cannot", lambda config, device: "another machine's mood")
-    assert decide().on and decide().why.startswith(float8.FIRST), "a resume keeps what the run began with"
+    assert decide().on and decide().why.startswith(decisions.FIRST), "a resume keeps what the run began with"
     environment.write_text(json.dumps(float8.as_record(found, "another card")))
     assert not decide().on

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from headway.account.errors import UserError
 from headway.data.manifest import NAME
+from headway.record.files import DISK_FULL
 
 _PATIENCE = 3.0  # seconds; the workers of a killed prepare hold its lock until they notice
 _RENAME_EXCHANGE = 2
@@ -123,7 +123,7 @@ def full_disk(out: Path, partial: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in DISK_FULL:
             raise
         free = shutil.disk_usage(out.parent).free
         raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import shutil
 import time
@@ -12,8 +11,7 @@ from pathlib import Path
 from headway.guard.crash import crash_point
 from headway.guard.layout import CheckpointFailed, fsync_folder
 from headway.guard.manifest import Manifest, write_manifest
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from headway.record.files import DISK_FULL
 
 
 def commit(partial: Path, final: Path, manifest: Manifest, *, in_memory: bool = False) -> None:
@@ -52,7 +50,7 @@ def explained(problem: BaseException, folder: Path) -> str:
     """A failed write in one line; a full disk is called one."""
     text = f"{type(problem).__name__}: {problem}".splitlines()[0]
     # torch's zip writer hides ENOSPC: it only notices that its position is not where it should be.
-    if getattr(problem, "errno", None) in _FULL or "unexpected pos" in text:
+    if getattr(problem, "errno", None) in DISK_FULL or "unexpected pos" in text:
         with contextlib.suppress(OSError):
             free = shutil.disk_usage(folder).free
             return f"the disk is full, or a quota is reached ({free / 1e6:,.1f} MB free in {folder.parent}): {text}"

@@ -9,6 +9,9 @@ from typing import Any
 
 import orjson
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors that a full disk, or a quota that is used up, gives."""
+
 
 def write_atomic(path: Path, content: bytes | str) -> None:
     """Replaces `path` in one step; a crash leaves the old content or the new one.

@@ -7,7 +7,6 @@ tried again with the next line, and said once with its file.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 from collections import deque
@@ -19,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from headway.account.errors import UserError
+from headway.record.files import DISK_FULL
 
 VERSION = 1
 T = TypeVar("T")
@@ -64,7 +64,6 @@ class JsonlWriter:
             self._fd = -1
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 KEPT_BYTES = 64 << 20
 
 
@@ -89,7 +88,7 @@ class PatientWriter:
         try:
             self._writer = JsonlWriter(path)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in DISK_FULL:
                 raise
             self._complain(error)
 

@@ -61,9 +61,9 @@ def assemble(config: RunConfig, place: Place, view: View, steps: int, folder: Ru
     kernels = fuse(config, model.module, view, place.device, place.compute_dtype, say)
     # Only now: float8 has one scale a tensor, so a document's largest value changes how its neighbours are rounded.
     float8 = _float8(config, model, view, place, folder)
-    for line in _precision(config, model.module, place, float8):
-        say(f"precision: {line}")
     in_float8 = config.train.precision == "float8" or (float8 is not None and float8.on)
+    for line in _precision(config, model.module, place, float8, in_float8):
+        say(f"precision: {line}")
     compiled = _compile(config, model, view, place, steps, folder, kernels, exact=not in_float8)
     if config.train.compile == "auto":
         say(compiled.line())
@@ -133,10 +133,10 @@ def _float8(config: RunConfig, model: BuiltModel, view: View, place: Place, fold
     return decide_float8(config, model.module, batch, place.device, folder.environment)
 
 
-def _precision(config: RunConfig, module: nn.Module, place: Place, float8: Float8 | None) -> list[str]:
+def _precision(config: RunConfig, module: nn.Module, place: Place, float8: Float8 | None, in_float8: bool) -> list[str]:
     """Sets what runs wider or narrower than the compute dtype; says so."""
     lines = [] if float8 is None else [float8.line()]
-    if config.train.precision == "float8" or (float8 is not None and float8.on):
+    if in_float8:
         if config.model.lora is not None:
             raise UserError("train.precision: float8 trains whole weights; with model.lora use bfloat16")
         converted = use_float8(module, config.train.sensitive, emulate=place.device.type == "cpu")

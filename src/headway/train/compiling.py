@@ -7,7 +7,6 @@ left of it, and is read back on a resume: sums in another order would otherwise 
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,6 +25,7 @@ from headway.model.forward import attention_of, call_arguments
 from headway.model.kernels.case import tensors
 from headway.model.kernels.measure import BOUNDS, compare
 from headway.parallel.wrap import transformer_blocks
+from headway.train.decisions import decided
 from headway.train.memory import keep_random_state
 
 EXPECTED_S = {"cpu": 60.0, "cuda": 30.0}
@@ -34,7 +34,6 @@ AT_BEST = 0.4
 """Share of a layer's time that compiling could win at the very best: products stay as they are."""
 WORTH = 0.01
 TURNS = 3
-FIRST = "as in this run's first session: "
 GRAPHS = 2
 """Times that a layer is compiled in a run: for the first bucket of the document table, and once more for any."""
 
@@ -84,7 +83,7 @@ def decide(
     """
 
     def measured() -> Decision:
-        known = _decided(environment, device)
+        known = decided(environment, "compile", device, Decision)
         if known is not None:
             return known
         with keep_random_state():
@@ -94,16 +93,6 @@ def decide(
                 fused()
 
     return control().on_main(measured, UserError, (UserError,))
-
-
-def _decided(environment: Path, device: str) -> Decision | None:
-    try:
-        found = json.loads(environment.read_text(encoding="utf-8"))["compile"]
-        if found.pop("device") != device:
-            return None
-        return Decision(**{**found, "why": f"{FIRST}{found['why'].removeprefix(FIRST)}"})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def _measure(

@@ -7,7 +7,6 @@ nothing. The decision is read back on a resume: another one would be another tra
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from headway.model.precision import linear_to_float8
 from headway.parallel.device import Device
 from headway.parallel.wrap import transformer_blocks
 from headway.train.compiling import inputs_of, least_seconds
+from headway.train.decisions import decided
 from headway.train.memory import keep_random_state
 
 WORTH = 1.10
@@ -33,7 +33,6 @@ TURNS = 3
 MOST_ERROR = 0.5
 """Of a layer's output and gradients: two to three digits are lost by rounding to 8 bits; above this it is wrong."""
 CAPABLE = (8, 9)
-FIRST = "as in this run's first session: "
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def decide_float8(
     """
 
     def measured() -> Float8:
-        known = _decided(environment, device.name)
+        known = decided(environment, "float8", device.name, Float8)
         if known is not None:
             return known
         reason = cannot(config, device)
@@ -119,16 +118,6 @@ def judged(bfloat16_s: float, float8_s: float, error: float) -> Float8:
         why = f"{said}, {times:.2f} times as fast where {WORTH:.2f} are asked for; bfloat16 is kept"
         return Float8(False, why, bfloat16_s, float8_s, error)
     return Float8(True, f"{said}, {times:.2f} times as fast", bfloat16_s, float8_s, error)
-
-
-def _decided(environment: Path, device: str) -> Float8 | None:
-    try:
-        found = json.loads(environment.read_text(encoding="utf-8"))["float8"]
-        if found.pop("device") != device:
-            return None
-        return Float8(**{**found, "why": f"{FIRST}{found['why'].removeprefix(FIRST)}"})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def as_record(decision: Float8 | None, device: str) -> dict[str, Any]:
