@@ -65,8 +65,7 @@ def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
     found = run(cases, default_constants())
     skipped += [(source[0], one) for one in found.skipped]
     if not found.factors:
-        one = skipped[0][1] if skipped else None
-        first = f"; the first, {f'in line {one.line}' if one.line else one.row_id}: {one.reason}" if one else ""
+        first = f"; the first {skipped[0][1].where}: {skipped[0][1].reason}" if skipped else ""
         raise UserError(f"{source[0]}: no row has a plan and a speed ({len(skipped)} could not be read{first})")
     dropped = [{"file": str(path), "line": one.line, "row": one.row_id, "reason": one.reason} for path, one in skipped]
     content = {"version": 1, "groups": found.to_dict(), "skipped": dropped}

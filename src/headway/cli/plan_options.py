@@ -133,7 +133,7 @@ def skipped_line(found: Calibration) -> str:
     if not found.skipped:
         return ""
     first = found.skipped[0]
-    return f"{len(found.skipped)} rows skipped, the first in line {first.line}: {first.reason}"
+    return f"{len(found.skipped)} rows skipped, the first {first.where}: {first.reason}"
 
 
 def factor_of(path: Path | None, stack: str, device: str, precision: str) -> float:

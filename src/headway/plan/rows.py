@@ -83,6 +83,10 @@ class Unscored:
     reason: str
     line: int = 0
 
+    @property
+    def where(self) -> str:
+        return f"in line {self.line}" if self.line else f"row {self.row_id}"
+
 
 def read_rows(path: Path) -> list[Line]:
     """The CSV's rows. Raises UserError when the file cannot be read as one, or has no header of ours."""
