@@ -1,7 +1,7 @@
-"""The keeper of a node: the trainer's end of it, and the process. `python -m headway.guard.keeper`. No torch.
+"""The keeper of a node: the trainer's end of it, and the process. No torch.
 
-The process reads what it needs from its input (the secret must not be seen in a list of processes), says its port, and
-ends with its input.
+`python -m headway.guard.keeper RUN_FOLDER`: the process reads what it needs from its input (the secret must not be seen
+in a list of processes), says its port, and ends with its input.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import threading
 from pathlib import Path
 
 import headway
+from headway.guard.orphans import KEEPER
 
 _NICE = 10
 
 
 class Keeper:
-    """Takes parts of other nodes into `root` and gives those it holds. Raises OSError when it does not start."""
+    """Takes parts of other nodes into `root` and gives those it holds. Raises OSError when it does not start.
 
-    def __init__(self, root: Path, node: str, secret: str) -> None:
+    `run_folder`: whose run it is, for its command line (`guard.orphans`)."""
+
+    def __init__(self, root: Path, node: str, secret: str, run_folder: Path) -> None:
         source = str(Path(headway.__file__).parent.parent)
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "headway.guard.keeper"],
+            [sys.executable, "-m", KEEPER, str(run_folder.resolve())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

@@ -47,7 +47,7 @@ class NodeMemory:
         self._keepers: dict[str, Peer] = {}
         self._open(run_folder)
         if self.store is not None and self.has_peers:
-            self._open_keepers(self.store.root)
+            self._open_keepers(self.store.root, run_folder)
 
     @property
     def has_peers(self) -> bool:
@@ -133,13 +133,13 @@ class NodeMemory:
         assert root is not None
         self.store = CheckpointStore(root, self._run_id)
 
-    def _open_keepers(self, root: Path) -> None:
+    def _open_keepers(self, root: Path, run_folder: Path) -> None:
         """A keeper on every node, known to all. Without one, that node's copy is missing; nothing else."""
         secret = self._control.broadcast(secrets.token_hex(16))
         mine: Peer | None = None
         if self.node.main:
             with contextlib.suppress(OSError):
-                self._keeper = Keeper(root, self.node.name, secret)
+                self._keeper = Keeper(root, self.node.name, secret, run_folder)
                 address = own_address(os.environ.get("MASTER_ADDR", "127.0.0.1"), 9)
                 mine = Peer(address=address, port=self._keeper.port, secret=secret, node=self.node.name)
         self._keepers = {peer.node: peer for peer in self._control.gather(mine) if peer is not None}

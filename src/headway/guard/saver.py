@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 import headway
+from headway.guard.orphans import SAVER
 from headway.guard.save_job import Job, Outcome
 
 _TRIES = 2
@@ -37,10 +38,12 @@ class _Work:
 
 
 class Saver:
-    """Started with the first job. `take` returns what happened since; everything else may be called from any thread."""
+    """Started with the first job. `take` returns what happened since; everything else may be called from any thread.
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    `run_folder` stands in the process's command line: an orphan is known by it (`guard.orphans`)."""
+
+    def __init__(self, run_folder: Path, timeout_s: float) -> None:
+        self.run_folder, self.timeout_s = run_folder.resolve(), timeout_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._work: _Work | None = None
@@ -116,7 +119,7 @@ class Saver:
             if self._process is not None and self._process.poll() is not None:
                 self._died_idle, self._process = _cause(self._process), None
             if self._process is None:
-                self._process = _start()
+                self._process = _start(self.run_folder)
                 threading.Thread(
                     target=self._watch, args=(self._process,), name="checkpoint-saver", daemon=True
                 ).start()
@@ -223,12 +226,12 @@ def _cause(process: subprocess.Popen[bytes]) -> str:
     return f"the saver process was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited {code}"
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start(run_folder: Path) -> subprocess.Popen[bytes]:
     # A session of its own: a signal to the trainer's group (Ctrl-C, a supervisor's kill) must not take the save along.
     source = str(Path(headway.__file__).parent.parent)
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
-        [sys.executable, "-m", "headway.guard.saver_main"],
+        [sys.executable, "-m", SAVER, str(run_folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

@@ -1,4 +1,4 @@
-"""The saver process: reads jobs, one JSON line each, and tells outcomes. `python -m headway.guard.saver_main`.
+"""The saver process: reads jobs, a JSON line each, and tells outcomes. `python -m headway.guard.saver_main RUN_FOLDER`.
 
 It outlives its trainer until the job in work is done: what was staged is committed, under its own generation only.
 """

@@ -105,7 +105,7 @@ class Tiers:
         self.disk, self.run_id, self.device_type = disk, disk.run_id, device_type
         self.keep_memory, self.remote = keep_memory, remote
         self.stager = Stager(device_type)
-        self.saver = Saver(timeout_s)
+        self.saver = Saver(run_folder, timeout_s)
         self.published: dict[str, int] = {}
         """The newest published step of each tier, as rank 0 knows it."""
         self._control = disk.control
@@ -191,7 +191,7 @@ class Tiers:
         self.fence()
         if self.saver.left == {"remote"}:  # an upload may take long: it goes on by itself, and another process saves
             self.saver.close()
-            self.saver = Saver(self.saver.timeout_s)
+            self.saver = Saver(self.saver.run_folder, self.saver.timeout_s)
         self.settle()
         events = self.poll()
         if self._control.broadcast(self.published.get("disk")) == step:

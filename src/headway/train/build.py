@@ -65,7 +65,7 @@ from headway.train.schedule import Schedule
 from headway.train.spikes import Spikes
 from headway.train.step import Learner
 from headway.train.supply import Supply
-from headway.train.unended import tell_of_the_session_before
+from headway.train.unended import end_what_is_left, tell_of_the_session_before
 
 _LOCK_PATIENCE_S = 60.0
 
@@ -168,6 +168,8 @@ def _build(
     )
     if not restart_of(os.environ):  # else the supervisor knows what it died of
         tell_of_the_session_before(folder, state.step, reporter, control())
+    if rank_env is None or rank_env.local_rank == 0:
+        end_what_is_left(folder, reporter)
     if beacon is not None and reporter.compiled:
         watch_compilation(beacon)
     learner = _learner(config, made, clock, place, state, tiers.fence)

@@ -1,8 +1,10 @@
-"""A session without an end: all was killed at once, and nobody was left to write it down. The next start does."""
+"""A session without an end: all was killed at once, and nobody was left to write it down. The next start does, and
+ends what is left of it."""
 
 from __future__ import annotations
 
 from headway.guard.control import Control
+from headway.guard.orphans import end_stopped
 from headway.record.folder import RunFolder
 from headway.record.incidents import read_incidents
 from headway.record.sessions import History, read_history
@@ -29,6 +31,12 @@ def tell_of_the_session_before(folder: RunFolder, step: int, reporter: Reporter,
                 seconds,
                 steps_lost=lost,
             )
+
+
+def end_what_is_left(folder: RunFolder, reporter: Reporter) -> None:
+    """Ends stopped processes of sessions before on this machine, with an incident for each. One rank a machine."""
+    for evidence in end_stopped(folder.root):
+        reporter.local_incident("checkpoint saver died", evidence, "went on: it had published nothing more", 0.0)
 
 
 def unended(history: History, step: int, told: list[float]) -> tuple[int, int, float] | None:
