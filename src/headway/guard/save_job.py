@@ -268,6 +268,8 @@ def _wait_for_part(partial: Path, rank: int, deadline: float) -> dict[str, FileE
             if part.error:
                 raise CheckpointFailed(f"rank {rank}: {part.error}")
             return part.files
+        if not partial.is_dir():  # another start has cleared it away
+            raise CheckpointFailed(f"{partial.name} is gone")
         if time.monotonic() > deadline:
             raise CheckpointFailed(f"rank {rank} had not written its part in time")
         if not orphaned and crash.trainer and os.getppid() != crash.trainer:

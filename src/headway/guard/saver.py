@@ -231,7 +231,7 @@ def _start(run_folder: Path) -> subprocess.Popen[bytes]:
     source = str(Path(headway.__file__).parent.parent)
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
-        [sys.executable, "-m", SAVER, str(run_folder)],
+        [sys.executable, "-m", SAVER, str(run_folder), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,

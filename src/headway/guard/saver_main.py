@@ -1,6 +1,8 @@
-"""The saver process: reads jobs, a JSON line each, and tells outcomes. `python -m headway.guard.saver_main RUN_FOLDER`.
+"""The saver process: reads jobs, a JSON line each, and tells outcomes.
 
-It outlives its trainer until the job in work is done: what was staged is committed, under its own generation only.
+`python -m headway.guard.saver_main RUN_FOLDER TRAINER`: the process that trains is named, because the parent found here
+would be another's where the trainer has died meanwhile. The saver outlives it until the job in work is done: what was
+staged is committed, under its own generation only.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def main() -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
-    crash.trainer = os.getppid()
+    crash.trainer = int(sys.argv[2])
     for line in sys.stdin.buffer:
         job = msgspec.json.decode(line, type=Job)
         if job.attempt:
