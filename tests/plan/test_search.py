@@ -82,7 +82,8 @@ def test_interleave_is_searched_where_layers_do_not_divide_evenly(
     assert found.step_s == pytest.approx(slowest_way(work, machines, ways))
 
 
-def test_chunks_grow_until_they_fit() -> None:
+@pytest.mark.parametrize("unbound", [False, True], ids=["plan", "sweep"])
+def test_chunks_grow_until_they_fit(unbound: bool) -> None:
     """Two chunks a stage hold most: where the best number does not fit, the next ones are tried."""
     work, machines = job("llama3-70b", 256, 8192), load_cluster("H100x64")
     fixed = {"tp": 4, "pp": 8, "cp": 1, "micro_batch": 1, "recompute": "none"}
@@ -92,9 +93,13 @@ def test_chunks_grow_until_they_fit() -> None:
     assert needed[2] > needed[5] > needed[10]
     capacity = (needed[5] + needed[10]) / 2 / HEADROOM / 0.99
     tight = replace(machines, device=replace(machines.device, memory=capacity))
-    found = search(work, tight, fixed).plans[0].layout.vpp
+    found = search(work, tight, fixed, unbound=unbound)
     ways = {key: (value,) for key, value in fixed.items()}
-    assert search(work, tight, fixed).plans[0].step_s == pytest.approx(slowest_way(work, tight, ways)) and found != 2
+    best = found.plans[0]
+    assert best.step_s == pytest.approx(slowest_way(work, tight, ways)) and best.layout.vpp != 2
+    if unbound:
+        roomy = replace(machines, device=replace(machines.device, memory=1e15))
+        assert found.unbound_s == pytest.approx(search(work, roomy, fixed).plans[0].step_s)
 
 
 def test_tensor_parallel_stays_in_the_fast_domain_and_says_so() -> None:

@@ -66,9 +66,9 @@ def search(
     c = constants or default_constants()
     prices = _Prices(profile(work.shape), work, cluster, c, unbound)
     for layout in _candidates(work, cluster, given, prices.removed):
-        bubble = prices.add(layout)
+        fits, bubble = prices.add(layout)
         if "vpp" not in given and bubble:
-            prices.interleave(layout, bubble)
+            prices.interleave(layout, bubble, fits)
     fitting = prices.fitting
     if not fitting:
         raise _why_nothing(prices.removed, prices.smallest)
@@ -92,8 +92,8 @@ class _Prices:
     smallest: tuple[float, Layout, Memory] | None = None
     fastest: float = math.inf
 
-    def add(self, layout: Layout) -> float | None:
-        """Prices one layout: seconds of its bubble, None where it does not fit (and `unbound` does not ask)."""
+    def add(self, layout: Layout) -> tuple[bool, float]:
+        """Prices one layout: whether it fits, and seconds of its bubble (0 where it does not and nobody asks)."""
         held = memory(self.model, self.work, layout, self.cluster)
         fits = held.needed <= HEADROOM * held.capacity
         if not fits:
@@ -101,15 +101,15 @@ class _Prices:
             if self.smallest is None or held.needed < self.smallest[0]:
                 self.smallest = (held.needed, layout, held)
             if not self.unbound:
-                return None
+                return False, 0.0
         terms, _ = step_terms(self.model, self.work, layout, self.cluster, self.c)
         seconds = sum(terms.values())
         self.fastest = min(self.fastest, seconds)
         if fits:
             self.fitting.append((seconds, held.needed, layout))
-        return terms["bubble"]
+        return fits, terms["bubble"]
 
-    def interleave(self, layout: Layout, bubble: float) -> None:
+    def interleave(self, layout: Layout, bubble: float, fits: bool) -> None:
         """The best number of chunks for a layout without interleave, whether or not they divide its layers evenly.
 
         The step is a + b/v + c·v (the bubble shrinks, sends grow) and memory shrinks from v = 2 on, so only the two
@@ -123,9 +123,10 @@ class _Prices:
         sends = sends_per_chunk(self.model, self.work, layout, self.cluster, self.c)
         best = math.sqrt(bubble / sends) if sends else most
         low = min(max(2, math.floor(best)), most)
-        near = [self.add(replace(layout, vpp=vpp)) for vpp in range(low, min(low + 1, most) + 1)]
+        found = any([self.add(replace(layout, vpp=vpp))[0] for vpp in range(low, min(low + 1, most) + 1)])
         vpp = low + 2
-        while near == [None, None] and vpp <= most and self.add(replace(layout, vpp=vpp)) is None:
+        while fits and not found and vpp <= most:
+            found, _ = self.add(replace(layout, vpp=vpp))
             vpp += 1
 
 
