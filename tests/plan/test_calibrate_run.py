@@ -174,3 +174,56 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert _run(["plan", "calibrate", *arguments], debug=False) == 2
         error = capsys.readouterr().err
         assert says in error and error.count("\n") == 1
+
+
+def test_planted_namesakes_both_calibrate_and_each_is_named_by_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two runs called `run`, two tables with equal row ids: neither replaces the other."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    case = case_of_run(run_folder(tmp_path / "probe", 1.0))
+    seconds = predict(case.work, case.layout, case.cluster).step_s
+    runs = [str(run_folder(tmp_path / name / "run", share * seconds)) for name, share in (("one", 1.2), ("two", 1.4))]
+    _join_commands()
+    assert _run(["plan", "calibrate", *runs, runs[0], "--json"], debug=False) == 0
+    (group,) = json.loads(capsys.readouterr().out)["groups"]
+    logs = [math.log(1.2), math.log(1.4)]
+    assert sorted(group["rows"]) == runs and group["factor"] == pytest.approx(
+        math.exp(trust(logs) * sum(logs) / 2), rel=1e-3
+    )
+    far = str(run_folder(tmp_path / "two" / "far", 100 * seconds))
+    assert _run(["plan", "calibrate", *runs, far], debug=False) == 0
+    assert f"skipped: {far}: its step took" in capsys.readouterr().out
+    assert _run(["plan", "calibrate", far], debug=False) == 2
+    assert f"1 row too far from the prediction, the first {far}: its step took" in capsys.readouterr().err
+
+
+def test_rows_too_far_apart_are_said_with_their_own_file_and_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = "model,gpu,gpus,seq_len,tp,pp,micro_batch,global_batch,step_time_s"
+    good, far = ("Llama3-8B,H100,8,8192,1,1,1,64,6", "Llama3-8B,H100,8,8192,1,1,1,64,6000")
+    (tmp_path / "a.csv").write_text(f"{head}\n{good}\n")
+    (tmp_path / "b.csv").write_text(f"{head}\n\n{far}\n")
+    _join_commands()
+    assert _run(["plan", "calibrate", str(tmp_path / "a.csv"), str(tmp_path / "b.csv"), "--json"], debug=False) == 0
+    (left,) = json.loads(capsys.readouterr().out)["skipped"]
+    assert (left["file"], left["line"]) == (str(tmp_path / "b.csv"), 3) and "too far apart" in left["reason"]
+    (tmp_path / "b.csv").write_text(f"{head}\n{far}\n{good},7\n")
+    assert _run(["plan", "calibrate", str(tmp_path / "b.csv")], debug=False) == 2
+    said = capsys.readouterr().err
+    assert "1 row too far from the prediction, the first " in said and "1 row cannot be read, the first " in said
+
+
+def test_factors_in_a_runs_folder_are_written_again_and_nothing_else_there_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(tmp_path / "run", 3.0)
+    _join_commands()
+    for _ in range(2):
+        assert _run(["plan", "calibrate", str(run), "--out", str(run / "factors.json")], debug=False) == 0
+    (run / "notes.json").write_text('{"groups": []}')
+    for name in ("notes.json", "run.yaml", "metrics.jsonl"):
+        assert _run(["plan", "calibrate", str(run), "--out", str(run / name)], debug=False) == 2
+    assert (run / "notes.json").read_text() == '{"groups": []}'

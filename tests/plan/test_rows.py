@@ -189,7 +189,7 @@ def test_a_slip_of_units_calibrates_nothing(tmp_path: Path, slip: float) -> None
     found = load_calibration(planted(tmp_path, slip, count=2), default_constants())
     assert not found.factors and {one.row_id for one in found.skipped} == {"P0", "P1"}
     assert "step_time_s" in found.skipped[0].reason
-    assert f"the first row {found.skipped[0].row_id}: " in skipped_line(found), "it is from no line"
+    assert f"the first in line {found.skipped[0].line}: " in skipped_line(found)
 
 
 def test_a_precision_that_the_device_lacks_is_no_case(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ A wrong value ends in one line that names the option.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import typer
@@ -51,9 +51,13 @@ def _problem(path: Path, said: str) -> str:
     return ""
 
 
-def is_no_input(option: str, out: Path | None, inputs: Iterable[Path | None]) -> None:
-    """Raises UserError where the file to be written is one that is read, or lies among the files of a folder that is
-    (a page may lie there)."""
+def is_no_input(
+    option: str, out: Path | None, inputs: Iterable[Path | None], ours: Callable[[Path], bool] = lambda _: False
+) -> None:
+    """Raises UserError where the file to be written is one that is read, or lies among the files of a folder that is.
+
+    A page may lie there, and `ours`: what the same command wrote before.
+    """
     if out is None:
         return
     target = out.resolve()
@@ -62,7 +66,7 @@ def is_no_input(option: str, out: Path | None, inputs: Iterable[Path | None]) ->
             continue
         source = path.resolve()
         within = source.is_dir() and source in target.parents and target.exists() and target.suffix != ".html"
-        if target == source or within:
+        if target == source or (within and not ours(target)):
             raise UserError(f"{option} {out}: is one of the files to read, and would be replaced; give another name")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
@@ -13,6 +14,9 @@ from headway.account.errors import UserError
 from headway.cli.output import print_json
 from headway.cli.paths import in_path, is_no_input, out_path
 from headway.cli.plan_options import Json, cluster_of, writing
+
+if TYPE_CHECKING:
+    from headway.plan.rows import Case, Unscored
 
 _NAMED = 10  # skipped rows named; --json has them all
 
@@ -36,10 +40,13 @@ def calibrate(
 
     Example: headway plan calibrate runs/first runs/second --out factors.json
     """
+    from headway.plan.calibrate import is_factors
+
     missing = [path for path in source if not path.exists()]
     if missing:
         raise UserError(f"{missing[0]}: no such file or folder")
-    is_no_input("--out", out, source)
+    source = list({path.resolve(): path for path in source}.values())  # twice the same run is one run
+    is_no_input("--out", out, source, is_factors)
     if any(path.suffix == ".json" for path in source):
         _from_bench(source, cluster, out, json)
     else:
@@ -50,24 +57,23 @@ def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
     from headway.plan.calibrate import calibrate as run
     from headway.plan.constants import default_constants
     from headway.plan.predict import predict
-    from headway.plan.rows import Case, Unscored, read_cases
+    from headway.plan.rows import read_cases
     from headway.plan.run_case import case_of_run
 
     cases: list[Case] = []
-    skipped: list[tuple[Path, Unscored]] = []
+    unread: list[Unscored] = []
     for path in source:
         if path.is_dir():
             cases.append(case_of_run(path))
         else:
             read, left = read_cases(path)
             cases += read
-            skipped += [(path, one) for one in left]
+            unread += left
     found = run(cases, default_constants())
-    skipped += [(source[0], one) for one in found.skipped]
     if not found.factors:
-        first = f"; the first {skipped[0][1].where}: {skipped[0][1].reason}" if skipped else ""
-        raise UserError(f"{source[0]}: no row has a plan and a speed ({len(skipped)} could not be read{first})")
-    dropped = [{"file": str(path), "line": one.line, "row": one.row_id, "reason": one.reason} for path, one in skipped]
+        raise UserError(f"{source[0]}: nothing to calibrate by: {_nothing(cases, unread, found.skipped)}")
+    skipped = [*unread, *found.skipped]
+    dropped = [{"file": one.file, "line": one.line, "row": one.row_id, "reason": one.reason} for one in skipped]
     content = {"version": 1, "groups": found.to_dict(), "skipped": dropped}
     if out is not None:
         with writing("--out", out):
@@ -82,13 +88,29 @@ def _from_runs(source: list[Path], out: Path | None, json: bool) -> None:
             print("".join(f"  assumed: {text}\n" for text in case.assumed), end="")
     for group, factor in sorted(found.factors.items()):
         print(f"{' · '.join(group):<52} × {factor:.3f}  from {', '.join(found.rows[group])}")
-    for item in dropped[:_NAMED]:
-        where = f"{item['file']}:{item['line']}" if item["line"] else f"{item['file']}, row {item['row']}"
-        print(f"skipped: {where}: {item['reason']}")
+    for one in skipped[:_NAMED]:
+        print(f"skipped: {_place(one)}: {one.reason}")
     if len(dropped) > _NAMED:
         print(f"skipped: {len(dropped) - _NAMED} rows more (--json has them)")
     if out is not None:
         print(f"written: {out}")
+
+
+def _place(one: Unscored) -> str:
+    return f"{one.file}:{one.line}" if one.line else one.file
+
+
+def _nothing(cases: list[Case], unread: list[Unscored], apart: Sequence[Unscored]) -> str:
+    """Why no row calibrates, each reason with a count and the first row that it holds for."""
+    from headway.plan.calibrate import usable
+
+    said = [
+        f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} {what}, the first {_place(rows[0])}: {rows[0].reason}"
+        for rows, what in ((apart, "too far from the prediction"), (unread, "cannot be read"))
+        if rows
+    ]
+    left = sum(not usable(case) for case in cases)
+    return "; ".join(said + ([f"{left} without a plan or a speed, or flagged"] if left or not said else []))
 
 
 def _from_bench(source: list[Path], cluster: str, out: Path | None, json: bool) -> None:

@@ -65,10 +65,14 @@ def choose(cases: Sequence[Case]) -> dict[Group, list[Case]]:
     those at the quarter points of size.
     """
     groups: dict[Group, list[Case]] = defaultdict(list)
-    for case in cases:
-        if case.step_s and not case.flag and not case.oom and not case.guessed:
-            groups[case.group].append(case)
+    for case in filter(usable, cases):
+        groups[case.group].append(case)
     return {group: _three(rows) for group, rows in groups.items()}
+
+
+def usable(case: Case) -> bool:
+    """Whether a row may calibrate: measured, not flagged, its model and plan not guessed."""
+    return bool(case.step_s) and not case.flag and not case.oom and not case.guessed
 
 
 def _three(rows: list[Case]) -> list[Case]:
@@ -122,21 +126,23 @@ def calibrate(cases: Sequence[Case], constants: Constants) -> Calibration:
     rows: dict[Group, tuple[str, ...]] = {}
     skipped: list[Unscored] = []
     for group, chosen in choose(cases).items():
-        logs: dict[str, float] = {}
+        logs: list[float] = []
+        used: list[str] = []
         for case in chosen:
             predicted = predict(case.work, case.layout, case.cluster, constants).step_s
             ratio = (case.step_s or 1) / predicted
             if 1 / MOST_APART <= ratio <= MOST_APART:
-                logs[case.row_id] = math.log(ratio)
+                logs.append(math.log(ratio))
+                used.append(case.row_id)
                 continue
             reason = (
                 f"its step took {case.step_s:.4g} s, {predicted:.4g} are predicted: too far apart to calibrate by; "
                 "look at step_time_s, tokens_per_s_per_gpu, global_batch and gpus"
             )
-            skipped.append(Unscored(case.row_id, case.source, reason))
+            skipped.append(Unscored(case.row_id, case.source, reason, case.line, case.file))
         if logs:
-            factors[group] = math.exp(trust(list(logs.values())) * statistics.median(logs.values()))
-            rows[group] = tuple(logs)
+            factors[group] = math.exp(trust(logs) * statistics.median(logs))
+            rows[group] = tuple(used)
     return Calibration(factors, rows, tuple(skipped))
 
 
@@ -160,6 +166,14 @@ def load_calibration(path: Path, constants: Constants) -> Calibration:
     except ValueError as error:
         what = "not what `headway plan calibrate --out` writes"
         raise UserError(f"--calibrate {path}: {what}: {error}") from None
+
+
+def is_factors(path: Path) -> bool:
+    """Whether a file is what `headway plan calibrate --out` wrote, which the same command may write again."""
+    try:
+        return bool(_from_json(json.loads(path.read_bytes())).factors)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
 def _from_json(content: object) -> Calibration:

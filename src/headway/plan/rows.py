@@ -6,7 +6,7 @@ Columns are those of docs/plan.md; whatever is blank is inferred by one stated r
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ class Case:
     """One run: what it trained, how, where, and what was measured (None where a row does not say).
 
     `group` is what a calibration factor belongs to: (stack, device, precision). `assumed` names what was inferred.
+    `file` and `line` are where it was read (0 where it is from no line); the same row in two files is one run.
     """
 
     row_id: str
@@ -58,6 +59,8 @@ class Case:
     oom: bool
     assumed: tuple[str, ...]
     complete: bool
+    file: str = field(default="", compare=False)
+    line: int = field(default=0, compare=False)
 
     @property
     def guessed(self) -> bool:
@@ -76,12 +79,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Unscored:
-    """A row that cannot be predicted, and why; the line of its file (0 where it is from none)."""
+    """A row that cannot be predicted, and why; its file and the line in it (0 where it is from none)."""
 
     row_id: str
     source: str
     reason: str
     line: int = 0
+    file: str = ""
 
     @property
     def where(self) -> str:
@@ -108,9 +112,9 @@ def read_cases(path: Path) -> tuple[list[Case], list[Unscored]]:
         try:
             if line.fault:
                 raise CannotScore(line.fault)
-            cases.append(make_case(row, row_id))
+            cases.append(replace(make_case(row, row_id), file=str(path), line=line.number))
         except (CannotScore, UserError, ValueError, ZeroDivisionError, OverflowError) as error:
-            unscored.append(Unscored(row_id, row.get("source", ""), str(error), line.number))
+            unscored.append(Unscored(row_id, row.get("source", ""), str(error), line.number, str(path)))
     return cases, unscored
 
 

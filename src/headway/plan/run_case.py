@@ -53,7 +53,7 @@ def case_of_run(path: Path) -> Case:
     )
     layout = _layout(config, start.facts, work, measured, cluster, assumed)
     return Case(
-        row_id=path.name,
+        row_id=str(path),
         source=str(path),
         group=(STACK, cluster.device.name, precision),
         role="calibration",
@@ -66,6 +66,7 @@ def case_of_run(path: Path) -> Case:
         oom=False,
         assumed=tuple(assumed),
         complete=True,
+        file=str(path),
     )
 
 

@@ -157,7 +157,7 @@ def validate_cases(
 ) -> Validation:
     """The same of cases that are already read."""
     c = constants or default_constants()
-    used = {row for rows in calibration.rows.values() for row in rows}
+    used = {(group, row) for group, rows in calibration.rows.items() for row in rows}
     scored = []
     failed = list(unscored)
     for case in cases:
@@ -166,9 +166,10 @@ def validate_cases(
             seconds = predict(case.work, case.layout, case.cluster, c, factor).step_s
             held = memory(profile(case.work.shape), case.work, case.layout, case.cluster)
         except (ArithmeticError, ValueError) as error:
-            failed.append(Unscored(case.row_id, case.source, f"cannot be predicted: {error}"))
+            reason = f"cannot be predicted: {error}"
+            failed.append(Unscored(case.row_id, case.source, reason, case.line, case.file))
             continue
-        scored.append(Scored(case, seconds, factor, held, case.row_id in used))
+        scored.append(Scored(case, seconds, factor, held, (case.group, case.row_id) in used))
     return Validation(tuple(scored), tuple(failed), calibration)
 
 
