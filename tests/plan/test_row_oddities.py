@@ -72,20 +72,41 @@ def test_every_device_is_found_by_its_own_name_and_none_by_a_neighbours() -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("key", "text", "value"),
     [
-        ("1,024", 1024),
-        ("8k", 8192),
-        ("~380", 380),
-        ("80 GB", 80),
-        ("1e12", 1e12),
-        ("", None),
-        ("n/a", None),
-        ("7.5B", 7.5e9),
+        ("seq_len", "1,024", 1024), ("seq_len", "8k", 8192), ("seq_len", "8 192 tokens", 8192), ("global_batch", "1k", 1024),
+        ("vocab", "128k", 128_000), ("vocab", "32.001k", 32_001), ("gpus", "1_024 GPUs", 1024), ("tflops_per_gpu", "~380", 380), ("tflops_per_gpu", "380 TFLOP/s", 380),
+        ("mem_gb", "80 GB", 80), ("mem_gb", "61440 MiB", 60), ("params_total", "1e12", 1e12), ("params_total", "7.5B", 7.5e9),
+        ("tokens_per_s_per_gpu", "12.5k tok/s", 12_500), ("tokens_per_s_per_gpu", "12,500", 12_500), ("params_total", "1,234,567.5", 1234567.5),
+        ("step_time_s", "350 ms", 0.35), ("step_time_s", "1.4s", 1.4), ("step_time_s", ".5", 0.5), ("step_time_s", "1e-1", 0.1),
+        ("step_time_s", "", None), ("step_time_s", "n/a", None), ("fsdp", "0", None),
     ],
-)
-def test_cells_as_people_write_them(text: str, value: float | None) -> None:
-    assert number({"x": text}, "x") == value
+)  # fmt: skip
+def test_cells_as_people_write_them(key: str, text: str, value: float | None) -> None:
+    assert number({key: text}, key) == (value if value is None else pytest.approx(value, rel=1e-12))
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("step_time_s", "12,5"), ("step_time_s", "0,25"), ("step_time_s", "0,250"), ("seq_len", "1,28,256"), ("seq_len", "12_5"),
+        ("step_time_s", "3m"), ("step_time_s", "5k s"), ("step_time_s", "350 GB"), ("mem_gb", "80k"), ("global_batch", "4M tokens"),
+        ("tp", "8 GB"), ("tokens_per_s_per_gpu", "1,2345"), ("gpus", "64 8"), ("params_total", "7 x"),
+    ],
+)  # fmt: skip
+def test_cells_that_could_be_read_as_another_number_are_refused(key: str, text: str) -> None:
+    with pytest.raises(ValueError, match=f"column {key}: '{text}' is not"):
+        number({key: text}, key)
+
+
+def test_a_comma_in_a_table_of_semicolons_is_not_guessed_at(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    head = "model;gpu;gpus;seq_len;step_time_s"
+    path.write_text(f"{head}\nLlama3-8B;H100;8;8,192;2.125\nLlama3-8B;H100;8;8192;2,125\nLlama3-8B;H100;8;8192;2,1\n")
+    cases, unscored = read_cases(path)
+    assert [case.step_s for case in cases] == [2.125] and cases[0].work.seq == 8192
+    assert "'2,125' has a decimal comma or sets off thousands" in unscored[0].reason
+    assert "'2,1' is not a positive number; write decimals with a point" in unscored[1].reason
 
 
 @pytest.mark.parametrize(

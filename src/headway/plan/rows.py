@@ -28,7 +28,7 @@ from headway.plan.row_rules import (
     sequence_of,
     unpublished_plan,
 )
-from headway.plan.row_values import Row, check_cells, number, whole, yes
+from headway.plan.row_values import Row, check_cells, check_commas, number, whole, yes
 from headway.plan.stacks import layout_defaults, stack_of
 from headway.plan.table import Line, read_table
 from headway.plan.workload import Workload
@@ -112,6 +112,8 @@ def read_cases(path: Path) -> tuple[list[Case], list[Unscored]]:
         try:
             if line.fault:
                 raise CannotScore(line.fault)
+            if line.sign == ";":
+                check_commas(row)
             cases.append(replace(make_case(row, row_id), file=str(path), line=line.number))
         except (CannotScore, UserError, ValueError, ZeroDivisionError, OverflowError) as error:
             unscored.append(Unscored(row_id, row.get("source", ""), str(error), line.number, str(path)))

@@ -12,11 +12,13 @@ from headway.account.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One row: the line it begins on, its cells by column, and what is wrong with its shape ("" where nothing is)."""
+    """One row: the line it begins on, its cells by column, what is wrong with its shape ("" where nothing is), and the
+    sign between its cells."""
 
     number: int
     cells: dict[str, str]
     fault: str
+    sign: str = ","
 
 
 def read_table(path: Path, where: str, needed: tuple[str, ...], what: str) -> list[Line]:
@@ -36,7 +38,8 @@ def read_table(path: Path, where: str, needed: tuple[str, ...], what: str) -> li
             first = file.readline()
             file.seek(0)
             # Spreadsheets also write semicolons and tabs; the header says which.
-            reader = csv.reader(file, delimiter=max(",;\t", key=first.count), strict=True)
+            sign = max(",;\t", key=first.count)
+            reader = csv.reader(file, delimiter=sign, strict=True)
             records = _records(reader, where)
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not a CSV in UTF-8 ({error})") from error
@@ -51,7 +54,9 @@ def read_table(path: Path, where: str, needed: tuple[str, ...], what: str) -> li
         raise UserError(f"{where}: column {twice!r} is there twice; keep one of them")
     if len(records) == 1:
         raise UserError(f"{where}: a header and no rows")
-    return [Line(number, dict(zip(names, cells, strict=False)), _fault(cells, names)) for number, cells in records[1:]]
+    return [
+        Line(number, dict(zip(names, cells, strict=False)), _fault(cells, names), sign) for number, cells in records[1:]
+    ]
 
 
 def _records(reader: csv._reader, where: str) -> list[tuple[int, list[str]]]:  # type: ignore[name-defined]
