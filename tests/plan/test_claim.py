@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -142,6 +143,12 @@ def test_a_claim_in_words_and_in_a_file(tmp_path: Path, capsys: pytest.CaptureFi
         (["mfu=-1"], "mfu is -1; give a share between 0 and 1"),
         (["gpus=0.5"], "gpus is 0.5; give a whole number of GPUs"),
         (["plans=[{pp: 0}]"], "plans.pp is 0; give a whole number"),
+        (["device=@x"], "claim: device: not YAML"),
+        (["plans=[{"], "claim: plans: not YAML"),
+        (["name=2026-02-30"], "claim: name: not YAML"),
+        (["precision=!!bool maybe"], "claim: precision: not YAML"),
+        (["tp_communication={from: 1, to: 8, ratio: 2}"], "tp_communication.from is 1; give a whole number of ranks from 2"),
+        (["tp_communication={from: 4, to: 0.5, ratio: 2}"], "tp_communication.to is 0.5; give a whole number of ranks"),
         (["account.idle=nan"], "account.idle is 'nan'; give a number of zero or more"),
     ],
 )  # fmt: skip
@@ -160,3 +167,42 @@ def test_nothing_that_divides_may_be_nothing(key: str, capsys: pytest.CaptureFix
     for value in ("0", "-1", ".nan", ".inf", "true"):
         assert headway("case-1024", f"{key}={value}") == 2
         assert f"{key} is " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "verdict"),
+    [
+        (["step_s=8", "later_step_s=8", "account.compute=8"], "after tuning", "fits"),
+        (["step_s=8", "later_step_s=7", "account.compute=8"], "after tuning", "does not fit"),
+        (["plans=[{pp: 8, bubble: 0.005}, {pp: 16, bubble: 0.01}]"], "both bubbles", "fits"),
+        (["plans=[{pp: 8, bubble: 0.99001}, {pp: 16, bubble: 0.1}]"], "both bubbles", "does not fit"),
+        (["plans=[{pp: 8, bubble: 0.5}, {pp: 8, bubble: 0.1}]"], "both bubbles", "does not fit"),
+    ],
+)  # fmt: skip
+def test_figures_at_their_ends(words: list[str], what: str, verdict: str) -> None:
+    """Compute that is the whole step, a bubble that is rounded from nothing or to everything, one depth twice."""
+    assert {one.what: one.verdict for one in check_step(load_claim(words))}[what] == verdict
+
+
+def test_no_figures_that_are_taken_end_in_anything_but_a_line() -> None:
+    """Every number that the reader takes, at the ends of its kind, in any company."""
+    draw = random.Random(0)
+    shares, sizes = (1e-12, 0.005, 0.5, 0.99001, 0.995), (1e-20, 0.5, 1, 2, 8, 1024, 1e12, 1e20)
+    whole = (1, 2, 8, 1024)
+    counts = ("gpus", "global_batch", "seq", "micro_batch")
+    free = ("parameters", "active_parameters", "micro_batches", "step_s", "later_step_s", "tokens_per_s", "samples")
+    for _ in range(400):
+        content = {name: draw.choice(whole) for name in counts} | {name: draw.choice(sizes) for name in free}
+        content |= {"mfu": draw.choice(shares), "device": "H100"}
+        content |= {
+            end: {"seconds": draw.choice(sizes), "tokens_per_s": draw.choice(sizes)} for end in ("before", "after")
+        }
+        content["account"] = {name: draw.choice((0, *sizes)) for name in ("compute", "comm.dp", "data", "idle")}
+        content["account"]["compute"] = draw.choice((content["step_s"], content["account"]["compute"]))
+        degrees = {name: draw.choice(whole[1:]) for name in ("from", "to", "pp_from", "pp_to")}
+        content["tp_communication"] = {**degrees, "ratio": draw.choice(sizes)}
+        plans = [{name: draw.choice(whole) for name in ("tp", "pp", "dp", "vpp")} for _ in range(2)]
+        content["plans"] = [{**plan, "bubble": draw.choice(shares)} for plan in plans]
+        kept = {name: content[name] for name in draw.sample(sorted(content), draw.randint(6, len(content)))}
+        claim = claim_from(kept, "x")
+        assert all(one.says and "\n" not in one.says for one in (*check_step(claim), *check_speedup(claim)))

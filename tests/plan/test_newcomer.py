@@ -21,6 +21,7 @@ from headway.plan.layout import Layout
 from headway.plan.measured_run import MeasuredRun
 from headway.plan.predict import predict
 from headway.plan.read_back import check_small
+from headway.plan.reading import yaml_of
 from headway.plan.rows import make_case
 from headway.plan.shrink import shrink
 from headway.plan.workload import Workload, load_config, load_model
@@ -203,6 +204,9 @@ def test_keys_given_twice(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=says):
             read(str(path))
+    cluster.write_text("device: H100\ngpus: 8\nrail: " + "[" * 3000)
+    with pytest.raises(UserError, match="not YAML"):
+        load_cluster(str(cluster))
     qwen = {
         "model_type": "qwen3",
         "hidden_size": 64,
@@ -212,6 +216,19 @@ def test_keys_given_twice(tmp_path: Path) -> None:
     }
     with pytest.raises(UserError, match="layer_types has 3 entries for 16 layers"):
         load_model({**qwen, "num_hidden_layers": 16, "num_key_value_heads": 4, "layer_types": ["full_attention"] * 3})
+
+
+@pytest.mark.parametrize("value", ["2026-02-30", "!!timestamp today", "!!bool maybe", "!!int x", "[1", "@x"])
+def test_values_that_yaml_cannot_make_are_one_line(value: str) -> None:
+    with pytest.raises(UserError, match=r"^x: not YAML \(") as refused:
+        yaml_of(f"gpus: {value}", "x")
+    assert "\n" not in str(refused.value)
+
+
+def test_aliases_are_looked_at_once_each() -> None:
+    """Thirty anchors that each hold the last one twice: 2^30 nodes for whoever follows every alias."""
+    lines = ["a0: &a0 [1]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 30))]
+    assert len(yaml_of("\n".join(lines), "x")) == 30
 
 
 def test_rows_that_contradict_themselves_are_not_judged() -> None:

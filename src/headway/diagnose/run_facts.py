@@ -211,7 +211,7 @@ def _yaml(path: Path, problems: list[str]) -> Mapping[str, Any]:
         return {}
     try:
         value = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2026-02-30
         problems.append(f"{path.name}: cannot be read: {str(error).splitlines()[0]}")
         return {}
     return value if isinstance(value, Mapping) else {}

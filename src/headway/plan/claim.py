@@ -9,11 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from headway.account.errors import UserError
 from headway.plan.cluster import Device
-from headway.plan.numbers import AMOUNT, COUNT, GPUS, INSIDE, POSITIVE, Kind
+from headway.plan.numbers import AMOUNT, COUNT, GPUS, INSIDE, POSITIVE, RANKS, Kind
 from headway.plan.reading import yaml_of
 
 Verdict = Literal["fits", "does not fit", "follows", "possible", "impossible"]
@@ -109,8 +107,9 @@ def claim_from(content: Mapping[str, Any], where: str) -> Claim:
         for key in group:
             if keys:
                 _known(str(key), keys, f"{where}: {name}")
-        kind = AMOUNT if name == "account" else POSITIVE  # a part of a step may be nothing
-        groups[name] = {str(key): _number(value, f"{where}: {name}.{key}", kind) for key, value in group.items()}
+        groups[name] = {
+            str(key): _number(value, f"{where}: {name}.{key}", _kind(str(key), name)) for key, value in group.items()
+        }
     plans = content.get("plans", [])
     if not isinstance(plans, list) or not all(isinstance(plan, Mapping) for plan in plans):
         raise UserError(f"{where}: key 'plans' needs a list of mappings, e.g. [{{tp: 8, pp: 32, bubble: 0.12}}]")
@@ -145,7 +144,7 @@ def _read(word: str) -> dict[str, Any]:
 
 def _put(content: dict[str, Any], key: str, value: str) -> None:
     top, _, below = key.partition(".")
-    parsed = yaml.safe_load(value)
+    parsed = yaml_of(value, f"claim: {key}")
     if not below:
         content[top] = parsed
         return
@@ -161,8 +160,12 @@ def _known(key: str, keys: Sequence[str], where: str) -> None:
         raise UserError(f"{where}: key {key!r} is unknown; nearest: {', '.join(near)}")
 
 
-def _kind(name: str) -> Kind:
+def _kind(name: str, group: str = "") -> Kind:
     """What a figure of this name must be: what divides must not be nothing."""
+    if group == "account":
+        return AMOUNT  # a part of a step may be nothing
+    if group == "tp_communication" and name != "ratio":
+        return COUNT if name.startswith("pp_") else RANKS
     if name in _COUNTS:
         return GPUS if name == "gpus" else COUNT
     return INSIDE if name in ("bubble", "mfu") else POSITIVE

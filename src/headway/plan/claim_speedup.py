@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -36,7 +37,7 @@ class Ends:
 
     def split(self, padding: float) -> tuple[float, float]:
         """(gain from packing, gain from kernels) at this share of padding; their product is the whole gain."""
-        packing = 1 / (1 - padding)
+        packing = 1 / (1 - padding) if padding < 1 else math.inf
         return packing, self.after_if_all_real / self.before / packing
 
 

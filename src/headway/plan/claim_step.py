@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from headway.plan.claim import Claim, Finding, rate_of
@@ -111,18 +112,13 @@ def _bubble(claim: Claim) -> Iterator[Finding]:
 
 def _bubbles_together(one: Mapping[str, float], two: Mapping[str, float]) -> Finding:
     """Which number of micro-batches, under which definition, gives both claimed shares."""
-    need = {(plan["pp"], kind): _needed(plan, kind) for plan in (one, two) for kind in ("ratio", "fraction")}
-    same = [
-        kind
-        for kind in ("ratio", "fraction")
-        if max(need[one["pp"], kind][0], need[two["pp"], kind][0])
-        <= min(need[one["pp"], kind][1], need[two["pp"], kind][1])
-    ]
+    need = {kind: (_needed(one, kind), _needed(two, kind)) for kind in ("ratio", "fraction")}
+    same = [kind for kind, (a, b) in need.items() if max(a[0], b[0]) <= min(a[1], b[1])]
     ranges = "; ".join(
-        f"{plan['bubble']:.0%} at PP{plan['pp']:.0f} needs {need[plan['pp'], kind][0]:.0f}-"
-        f"{need[plan['pp'], kind][1]:.0f} as a {kind}"
-        for kind in ("ratio", "fraction")
-        for plan in (one, two)
+        f"{plan['bubble']:.0%} at PP{plan['pp']:.0f} needs {low:.0f}"
+        + (f"-{high:.0f} as a {kind}" if math.isfinite(high) else f" or more as a {kind}")
+        for kind, both in need.items()
+        for plan, (low, high) in zip((one, two), both, strict=True)
     )
     if same:
         return Finding("both bubbles", "fits", f"with one number of micro-batches, as a {same[0]} ({ranges})")
@@ -132,11 +128,12 @@ def _bubbles_together(one: Mapping[str, float], two: Mapping[str, float]) -> Fin
 
 
 def _needed(plan: Mapping[str, float], kind: str) -> tuple[float, float]:
-    """Micro-batches that give the claimed share, which may have been rounded or cut off to whole percent."""
+    """Fewest and most micro-batches that give the claimed share, which may have been rounded or cut off to whole
+    percent: any number where it was rounded to the whole step, or to nothing."""
     ends = []
     for share in (plan["bubble"] + 0.00999, plan["bubble"] - 0.005):
-        ratio = share if kind == "ratio" else share / (1 - share)
-        ends.append((plan["pp"] - 1) / (plan.get("vpp", 1) * ratio))
+        ratio = share if kind == "ratio" else share / (1 - share) if share < 1 else math.inf
+        ends.append((plan["pp"] - 1) / (plan.get("vpp", 1) * ratio) if ratio > 1e-9 else math.inf)
     return ends[0], ends[1]
 
 
@@ -174,7 +171,7 @@ def _tensor_parallel(claim: Claim) -> Iterator[Finding]:
     halved = ratio * after / before
     says = (
         f"a ring moves (n-1)/n of a message, ({after}-1)/{after} over ({before}-1)/{before} = {ratio:.2f} times "
-        f"as much; if the pipeline gives up what TP takes (PP {after // before} times shallower, so as many times the "
+        f"as much; if the pipeline gives up what TP takes (PP {after / before:g} times shallower, so as many times the "
         f"layers on a GPU) {halved:.2f}; claimed {found['ratio']:g}"
     )
     near = abs(found["ratio"] / expected - 1) <= 0.05
@@ -241,9 +238,12 @@ def _later(claim: Claim, device: Device | None) -> Iterator[Finding]:
         yield Finding("after tuning", "follows", says)
         return
     rest_before, rest_after = before - compute, after - compute
-    says += (
-        f"; with compute at {compute:g} s everything else must shrink from {rest_before:.1f} to {rest_after:.1f} s"
-        f" ({1 - rest_after / rest_before:.0%} of it gone)"
-    )
+    if rest_before > 0:
+        says += (
+            f"; with compute at {compute:g} s everything else must shrink from {rest_before:.1f} to {rest_after:.1f} s"
+            f" ({1 - rest_after / rest_before:.0%} of it gone)"
+        )
+    else:
+        says += f"; compute at {compute:g} s leaves nothing else that could shrink"
     ok = rest_after >= 0
     yield Finding("after tuning", "fits" if ok else "does not fit", says if ok else f"{says}: less than compute alone")

@@ -47,6 +47,7 @@ def _number(value: object) -> float | None:
 
 COUNT = Kind(1, 10**9, "a whole number from 1 to 1,000,000,000", whole=True)
 GPUS = Kind(1, 10**7, "a whole number of GPUs from 1 to 10,000,000", whole=True)
+RANKS = Kind(2, 10**7, "a whole number of ranks from 2 to 10,000,000", whole=True)
 WHOLE = Kind(0, 10**15, "a whole number of zero or more", whole=True)
 POSITIVE = Kind(0, 1e30, "a positive number", open=True)
 AMOUNT = Kind(0, 1e30, "a number of zero or more")

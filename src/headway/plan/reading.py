@@ -15,9 +15,11 @@ def yaml_of(text: str, where: str) -> Any:
     """The value of a YAML text. Raises UserError naming `where` for what is not YAML, and for a key given twice."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        _no_key_twice(root, where)
+        _no_key_twice(root, where, set())
         return yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (LookupError, AttributeError):  # how the library refuses `!!bool maybe` and `!!timestamp today`
+        raise UserError(f"{where}: not YAML (a value that its tag cannot have)") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: 2026-02-30
         raise UserError(f"{where}: not YAML ({str(error).splitlines()[0]})") from error
 
 
@@ -40,10 +42,14 @@ def json_of(content: bytes | str, where: str) -> Any:
         raise UserError(f"{where}: not JSON ({error})") from error
 
 
-def _no_key_twice(node: Node | None, where: str) -> None:
+def _no_key_twice(node: Node | None, where: str, seen: set[int]) -> None:
+    """`seen`: nodes that were looked at; aliases are the same node again, and nested ones would take for ever."""
+    if id(node) in seen:
+        return
+    seen.add(id(node))
     if isinstance(node, SequenceNode):
         for one in node.value:
-            _no_key_twice(one, where)
+            _no_key_twice(one, where, seen)
     if isinstance(node, MappingNode):
         lines: dict[str, int] = {}
         for key, value in node.value:
@@ -51,4 +57,4 @@ def _no_key_twice(node: Node | None, where: str) -> None:
             if name in lines:
                 raise UserError(f"{where}: key {name!r} is given twice, in lines {lines[name]} and {line}")
             lines[name] = line
-            _no_key_twice(value, where)
+            _no_key_twice(value, where, seen)

@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from headway.account.errors import UserError
 from headway.account.flops import document_flops
 from headway.account.measured_peaks import MeasuredPeaks
@@ -16,6 +14,7 @@ from headway.account.shape import ModelShape
 from headway.plan.cluster import Cluster, Device, find_device, make_cluster
 from headway.plan.layout import RECOMPUTES, Layout
 from headway.plan.measured_run import MeasuredRun, read_measured
+from headway.plan.reading import yaml_of
 from headway.plan.row_rules import least_recompute
 from headway.plan.rows import Case
 from headway.plan.workload import Precision, Workload, load_config, shape_of
@@ -72,10 +71,10 @@ def case_of_run(path: Path) -> Case:
 
 def _run_file(path: Path) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml_of(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; give the folder of a Headway run") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"{path}: not YAML ({str(error).splitlines()[0]})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a run file")
