@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from dataclasses import replace
@@ -167,6 +168,11 @@ def test_what_means_nothing_is_said_and_the_schedule_is_in_the_label(capsys: pyt
     assert code == 0 and "dedup=true changes nothing in this plan: it needs experts" in out and "pp 4 dualpipe" in out
     code, out, _ = run(capsys, "explain", *BASE, "--fix", "recompute=full")
     assert code == 0 and "changes nothing" not in out
+    whole = ("--fix", "dp=16,shard=16,zero=3,recompute=full,micro_batch=1")
+    code, out, _ = run(capsys, "explain", *BASE, *whole, "--json")
+    assert json.loads(out)["without_effect"] == [
+        "shard=16 changes nothing in this plan: it needs more replicas than that"
+    ]
 
 
 def test_suggestions_are_near_or_none(capsys: pytest.CaptureFixture[str]) -> None:

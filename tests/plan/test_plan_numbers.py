@@ -24,6 +24,7 @@ from headway.plan.calibrate import load_calibration
 from headway.plan.cluster import cluster_from, find_device
 from headway.plan.constants import default_constants
 from headway.plan.goodput_cases import Figure
+from headway.plan.money import days
 from headway.plan.numbers import AMOUNT, COUNT, POSITIVE, SHARE, Kind
 from headway.plan.rows import read_cases
 from headway.plan.scaling_law import read_losses
@@ -240,9 +241,16 @@ def test_a_given_peak_takes_its_ceiling_along_and_no_ceiling_lies_above_it() -> 
 
 def test_a_deadline_that_cannot_be_met_is_said_with_what_can(capsys: pytest.CaptureFixture[str]) -> None:
     fix = "pp=1,tp=1,cp=1,micro_batch=1,zero=3,recompute=full"
-    line = ["plan", *NEEDED[""], "--global-batch", "8", "--tokens", "1e9", "--fix", fix, "--deadline", "1s"]
-    assert _run(line, debug=False) == 1
-    assert "no plan meets the deadline of 1 seconds: the fastest takes " in capsys.readouterr().out
+    line = ["plan", *NEEDED[""], "--global-batch", "8", "--tokens", "1e9", "--fix", fix, "--deadline"]
+    for deadline, said in (("1s", "1 second"), ("150s", "2.5 minutes")):
+        assert _run([*line, deadline], debug=False) == 1
+        assert f"no plan meets the deadline of {said}: the fastest takes " in capsys.readouterr().out
+
+
+def test_durations_are_said_in_the_unit_they_fill_twice() -> None:
+    said = {0.5: "0.5 seconds", 1: "1 second", 119: "119 seconds", 120: "2.0 minutes", 7199: "120.0 minutes", 7200: "2.0 hours",
+            172_799: "48.0 hours", 172_800: "2.0 days", 34.2 * 86400: "34.2 days"}  # fmt: skip
+    assert {seconds: days(seconds) for seconds in said} == said
 
 
 def test_a_bound_that_holds_says_so() -> None:

@@ -118,8 +118,16 @@ def test_a_comma_in_a_table_of_semicolons_is_not_guessed_at(tmp_path: Path) -> N
 )  # fmt: skip
 def test_precisions(text: str, precision: str) -> None:
     assumed: list[str] = []
-    assert precision_of({"precision": text}, "acme", assumed) == precision
+    assert precision_of({"precision": text}, "acme", find_device("H100"), assumed) == precision
     assert bool(assumed) == (text in ("", "int1", "tf32"))
+
+
+def test_a_guessed_precision_is_one_that_the_device_has(tmp_path: Path) -> None:
+    for gpu in ("V100-SXM2-16GB", "T4"):
+        case = one(tmp_path, gpu=gpu, precision="", tp="8")
+        assert case.group[2] == "fp16" and "precision fp16" in case.assumed
+    _, (refused,) = read(tmp_path / "rows.csv", {**GOOD, "gpu": "V100", "precision": "bf16"})
+    assert refused.reason == "V100-SXM2-32GB has no bf16 units; it has fp16 (column precision)"
 
 
 def test_recompute_in_any_words() -> None:

@@ -48,17 +48,28 @@ def test_the_gamma_points_agree_with_sampling() -> None:
         assert rate.high == pytest.approx(np.quantile(drawn, 0.95), rel=0.06)
 
 
-@pytest.mark.parametrize("gpus", [1, 8, 3000])
+STORMS = [(1, 65.0), (8, 65.0), (3000, 65.0), (1, 3600.0), (8, 3600.0)]
+
+
+@pytest.mark.parametrize(("gpus", "mtbf_s"), STORMS)
 @pytest.mark.parametrize("failures", [2, 6, 40])
-@pytest.mark.parametrize("mtbf_s", [65.0, 3600.0])
 def test_planted_a_storm_of_failures_outweighs_what_others_published(gpus: int, failures: int, mtbf_s: float) -> None:
     """A run of a few cards would need months to outlive the prior's 1,500 GPU-days; its own failures say it at once."""
     days = gpus * failures * mtbf_s / 86400
     rate = gamma_posterior(failures, days)
-    if failures / days > 20 * estimate().mean:
-        assert mtbf_s * 0.95 <= rate.mtbf_s(gpus) <= mtbf_s * failures / (failures - 1) * 1.05
-        assert 86400 / (rate.high * gpus) < mtbf_s < 86400 / (rate.low * gpus), "the band holds what was seen"
-        assert "no more, because this run fails more often" in rate.basis
+    assert failures / days > 20 * estimate().mean
+    assert mtbf_s * 0.95 <= rate.mtbf_s(gpus) <= mtbf_s * failures / (failures - 1) * 1.05
+    assert 86400 / (rate.high * gpus) < mtbf_s < 86400 / (rate.low * gpus), "the band holds what was seen"
+    assert "no more, because this run fails more often" in rate.basis
+
+
+def test_a_few_times_the_published_rate_on_many_cards_is_no_storm() -> None:
+    """A failure an hour on 3,000 cards is seven times the published rate: prior and count both speak, the count louder
+    the longer it lasts."""
+    prior, seen = estimate().mean, 24 / 3000
+    assert 2 * prior < seen < 20 * prior, "the premise"
+    means = [gamma_posterior(failures, failures / seen).mean for failures in (2, 6, 40)]
+    assert prior < means[0] < means[1] < means[2] < seen and means[2] == pytest.approx(seen, rel=0.1)
 
 
 def test_a_storm_shortens_the_interval_and_lowers_the_forecast() -> None:

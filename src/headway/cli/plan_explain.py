@@ -58,6 +58,7 @@ def explain(
                 "runner_up": second.to_dict() if second else None,
                 "runner_up_loses_s": gaps,
                 "removed": found.removed,
+                "without_effect": idle(best, fixed),
             }
         )
         return

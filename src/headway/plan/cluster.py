@@ -127,12 +127,13 @@ def find_device(name: str) -> Device:
     return by_name[full]
 
 
-def check_precision(device: Device, precision: str) -> None:
-    """Raises UserError naming what the device has. fp16 goes with bf16: whoever has one has the other, tables leave it
-    out (TPUs and Trainium apart)."""
+def check_precision(device: Device, precision: str, where: str = "") -> None:
+    """Raises UserError naming what the device has, and `where` it was said. fp16 goes with bf16: whoever has one has
+    the other, tables leave it out (TPUs and Trainium apart)."""
     if precision in device.rates or (precision == "fp16" and "bf16" in device.rates):
         return
-    raise UserError(f"{device.name} has no {precision} units; it has {', '.join(device.rates)} (--precision)")
+    said = f" ({where})" if where else ""
+    raise UserError(f"{device.name} has no {precision} units; it has {', '.join(device.rates)}{said}")
 
 
 def make_cluster(device: Device, gpus: int, gpus_per_node: int | None = None, **changes: Any) -> Cluster:

@@ -32,7 +32,7 @@ _NEEDS = {
     "overlap_wgrad": "needs tp above 1 and overlap_tp=false",
     "overlap_tp": "needs tp above 1",
     "overlap_dp": "needs several replicas",
-    "shard": "needs as many replicas, or more",
+    "shard": "needs more replicas than that",
     "optimizer_bits": "needs optimizer state on the device",
     "sequence_parallel": "needs tp above 1",
 }

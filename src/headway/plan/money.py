@@ -196,7 +196,8 @@ def parse_duration(text: str, name: str = "duration") -> float:
 
 
 def days(seconds: float) -> str:
-    """`34.2 days`, hours below two days, seconds below two minutes."""
-    if seconds < 120:
-        return f"{seconds:.3g} seconds"
-    return f"{seconds / 86400:.1f} days" if seconds >= 2 * 86400 else f"{seconds / 3600:.1f} hours"
+    """`34.2 days`, hours below two days, minutes below two hours, seconds below two minutes."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.3g} seconds" if seconds != 1 else "1 second"

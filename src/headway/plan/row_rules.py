@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from headway.account.errors import UserError
-from headway.plan.cluster import Cluster
+from headway.plan.cluster import Cluster, Device
 from headway.plan.layout import Layout, Recompute
 from headway.plan.memory import memory
 from headway.plan.profile import profile
@@ -79,8 +79,9 @@ def tokens_of(row: Row, gpus: int) -> float | None:
     return step * rate * gpus if step and rate else None
 
 
-def precision_of(row: Row, stack: str, assumed: list[str]) -> Precision:
-    """fp4, fp8, fp16 or bf16 by what the text contains; blank and anything else: bf16 (fp16 for BLOOM's old logs)."""
+def precision_of(row: Row, stack: str, device: Device, assumed: list[str]) -> Precision:
+    """fp4, fp8, fp16 or bf16 by what the text contains; blank and anything else: bf16 (fp16 for BLOOM's old logs, and
+    where the device has no bf16: V100, T4)."""
     text = re.sub(r"[\s_\-]+", "", row.get("precision", "").casefold())
     signs = (
         ("fp4", ("fp4",)),
@@ -92,7 +93,8 @@ def precision_of(row: Row, stack: str, assumed: list[str]) -> Precision:
         if any(piece in text for piece in pieces):
             return name  # type: ignore[return-value]
     # BLOOM's prequel ran in fp16 (its bf16 rows say so); everywhere else bf16 has been the habit since 2021.
-    found: Precision = "fp16" if stack == "megatron-deepspeed" and not text else "bf16"
+    old = (stack == "megatron-deepspeed" and not text) or ("bf16" not in device.rates and "fp16" in device.rates)
+    found: Precision = "fp16" if old else "bf16"
     assumed.append(f"precision {found}" + (f" for {text!r}" if text else ""))
     return found
 

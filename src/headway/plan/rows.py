@@ -132,8 +132,8 @@ def make_case(row: Row, row_id: str = "") -> Case:
         raise CannotScore("column gpus is blank, and dp·tp·pp do not say how many")
     seq = sequence_of(row, gpus, assumed)
     batch = batch_of(row, gpus, seq, assumed)
-    precision = precision_of(row, stack.name, assumed)
-    check_precision(device, precision)
+    precision = precision_of(row, stack.name, device, assumed)
+    check_precision(device, precision, "column precision")
     shape, about = row_model(row)
     assumed += about
     mtp = shape.mtp_layers if re.search(r"w/ mtp|with mtp", notes.casefold()) else 0

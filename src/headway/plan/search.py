@@ -133,7 +133,7 @@ class _Prices:
 def _check_given(work: Workload, cluster: Cluster, given: Mapping[str, Any]) -> None:
     """Raises UserError for a precision that the device has no units for, and for a given degree that no plan can have,
     with the nearest that one could."""
-    check_precision(cluster.device, work.precision)
+    check_precision(cluster.device, work.precision, "--precision")
     heads = max((kind.heads for kind, _ in work.shape.attention_kinds), default=1)
     experts = max((layer.mlp.experts for layer in work.shape.layers if layer.mlp), default=0)
     if given.get("ep", 1) > 1 and not experts:
