@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 from headway.account.errors import UserError
 from headway.cli.main import main
 from headway.plan.answer import Question, answer
-from headway.plan.cluster import Cluster, cluster_from, find_device, load_cluster
+from headway.plan.cluster import Cluster, cluster_from, devices, find_device, load_cluster
+from headway.plan.cluster_keys import KEYS, NUMBERS
 from headway.plan.explain import loses
 from headway.plan.layout import Layout, problems
 from headway.plan.predict import predict
@@ -182,6 +184,7 @@ def test_clusters_from_yaml_and_their_errors(tmp_path: Path) -> None:
     path.write_text("device: H100\ngpus: 32\nprice_per_hour: 2\ninter_node_gbs: 25\n")
     cluster = load_cluster(str(path))
     assert (cluster.gpus, cluster.price, cluster.inter_node, cluster.nodes) == (32, 2.0, 25e9, 4)
+    assert cluster_from({"device": "H100", "gpus": 8, "rail": 0}).rail == 0  # as docs/plan.md has it: none do
     for content, says in (
         ({"device": "H100"}, "key 'gpus' is missing"),
         ({"device": "H100", "gpus": 8, "pric_per_hour": 2}, "nearest: price_per_hour"),
@@ -193,6 +196,21 @@ def test_clusters_from_yaml_and_their_errors(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="H100x1024"):
         load_cluster("H100")
     assert find_device("h100").name == "H100-SXM-80GB" and load_cluster("8xA100").gpus == 8
+
+
+def test_every_number_of_a_clusters_file_is_documented_and_bounded() -> None:
+    """Bounds hold every machine that is known; nothing without an end is taken."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+    assert all(f"`{key}`" in text for key in KEYS)
+    for key, kind in NUMBERS.items():
+        with pytest.raises(UserError, match=re.escape(f"key {key!r} is 1e+25; give {kind.says}")):
+            cluster_from({"device": "H100", "gpus": 8, key: 1e25})
+    for one in devices().values():
+        facts = {"memory_gb": one.memory / 2**30, "bandwidth_gbs": one.bandwidth / 1e9, "link_gbs": one.link / 1e9}
+        facts |= {"inter_node_gbs": one.inter_node / 1e9, "domain": one.domain}
+        facts |= {f"{name}_tflops": rate / 1e12 for name, rate in one.rates.items() if name != "fp16"}
+        found = cluster_from({"device": one.name, "gpus": 8, **facts})
+        assert found.device.memory == pytest.approx(one.memory) and found.domain == one.domain
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:

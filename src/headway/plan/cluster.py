@@ -14,19 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from headway.account.errors import UserError
+from headway.plan.cluster_keys import KEYS, NUMBERS
 from headway.plan.device_names import match_device
-from headway.plan.numbers import COUNT, GPUS, POSITIVE, Kind
+from headway.plan.numbers import GPUS
 from headway.plan.reading import yaml_of
 
 # One GPU's share of a node's network where no figure is known: one 400 Gb/s port, what an H100 node commonly has.
 _INTER_NODE = 50e9
 _ABOVE_PEAK = 1.05  # clocks may exceed what a datasheet promises, not by more
-_KEYS = (
-    "device", "gpus", "gpus_per_node", "domain", "inter_node_gbs", "oversubscription", "rail",
-    "memory_gb", "bandwidth_gbs", "link_gbs", "bf16_tflops", "fp8_tflops", "fp4_tflops",
-    "price_per_hour", "host_gbs", "nvme_gbs", "storage_gbs", "measured_bf16_tflops", "measured_fp8_tflops",
-    "in_network_reduction", "link_latency_us", "inter_node_latency_us",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -167,8 +162,8 @@ def load_cluster(spec: str) -> Cluster:
 def cluster_from(content: Mapping[str, Any], where: str = "cluster") -> Cluster:
     """A cluster from a mapping; the keys are those of docs/plan.md."""
     for key in content:
-        if key not in _KEYS:
-            near = difflib.get_close_matches(str(key), _KEYS, n=3, cutoff=0.4) or _KEYS
+        if key not in KEYS:
+            near = difflib.get_close_matches(str(key), KEYS, n=3, cutoff=0.4) or KEYS
             raise UserError(f"{where}: key {key!r} is unknown; nearest: {', '.join(near)}")
     for key in ("device", "gpus"):
         if key not in content:
@@ -179,26 +174,26 @@ def cluster_from(content: Mapping[str, Any], where: str = "cluster") -> Cluster:
         device,
         rates=rates,
         measured=measured,
-        memory=_positive(content, "memory_gb", where, device.memory / 2**30) * 2**30,
-        bandwidth=_positive(content, "bandwidth_gbs", where, device.bandwidth / 1e9) * 1e9,
-        link=_positive(content, "link_gbs", where, device.link / 1e9) * 1e9,
+        memory=_number(content, "memory_gb", where, device.memory / 2**30) * 2**30,
+        bandwidth=_number(content, "bandwidth_gbs", where, device.bandwidth / 1e9) * 1e9,
+        link=_number(content, "link_gbs", where, device.link / 1e9) * 1e9,
     )
     per_node = _whole(content, "gpus_per_node", where, 0) or None
-    gpus = _whole(content, "gpus", where, kind=GPUS)
+    gpus = _whole(content, "gpus", where)
     cluster = make_cluster(device, gpus, per_node)
     return replace(
         cluster,
         domain=_whole(content, "domain", where, cluster.domain),
-        inter_node=_positive(content, "inter_node_gbs", where, cluster.inter_node / 1e9) * 1e9,
-        oversubscription=_positive(content, "oversubscription", where, 1.0),
+        inter_node=_number(content, "inter_node_gbs", where, cluster.inter_node / 1e9) * 1e9,
+        oversubscription=_number(content, "oversubscription", where, 1.0),
         rail=_whole(content, "rail", where, 0),
-        host=_positive(content, "host_gbs", where, cluster.host / 1e9) * 1e9,
-        nvme=_positive(content, "nvme_gbs", where, cluster.nvme / 1e9) * 1e9,
-        price_per_hour=_positive(content, "price_per_hour", where, 0) or None,
-        storage_total=_positive(content, "storage_gbs", where, 0) * 1e9 or None,
+        host=_number(content, "host_gbs", where, cluster.host / 1e9) * 1e9,
+        nvme=_number(content, "nvme_gbs", where, cluster.nvme / 1e9) * 1e9,
+        price_per_hour=_number(content, "price_per_hour", where, 0) or None,
+        storage_total=_number(content, "storage_gbs", where, 0) * 1e9 or None,
         in_network=_flag(content, "in_network_reduction", where),
-        hop_inside=_positive(content, "link_latency_us", where, 0) * 1e-6 or None,
-        hop=_positive(content, "inter_node_latency_us", where, 0) * 1e-6 or None,
+        hop_inside=_number(content, "link_latency_us", where, 0) * 1e-6 or None,
+        hop=_number(content, "inter_node_latency_us", where, 0) * 1e-6 or None,
     )
 
 
@@ -208,7 +203,7 @@ def _rates(device: Device, content: Mapping[str, Any], where: str) -> tuple[dict
     rates, measured = dict(device.rates), dict(device.measured)
     for precision in ("bf16", "fp8", "fp4"):
         if f"{precision}_tflops" in content:
-            rates[precision] = _positive(content, f"{precision}_tflops", where) * 1e12
+            rates[precision] = _number(content, f"{precision}_tflops", where) * 1e12
             share = rates[precision] / device.rates.get(precision, rates[precision])
             if precision in measured:
                 measured[precision] *= share
@@ -218,25 +213,22 @@ def _rates(device: Device, content: Mapping[str, Any], where: str) -> tuple[dict
         key = f"measured_{precision}_tflops"
         if key not in content:
             continue
-        measured[precision] = _positive(content, key, where) * 1e12
+        measured[precision] = _number(content, key, where) * 1e12
         if measured[precision] > _ABOVE_PEAK * rates.get(precision, math.inf):
             peak = f"{precision}_tflops is {rates[precision] / 1e12:g}"
             raise UserError(f"{where}: key {key!r} is {content[key]}, above the peak ({peak}): one of them is wrong")
     return rates, measured
 
 
-def _positive(content: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+def _number(content: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
+    """What a key holds; text too, for YAML takes 1e3 for a word. Raises UserError with what is possible."""
     if key not in content and default is not None:
         return default
-    return _number(content[key], key, where, POSITIVE)
-
-
-def _number(value: object, key: str, where: str, kind: Kind) -> float:
-    """What a key holds; text too, for YAML takes 1e3 for a word."""
+    kind = NUMBERS[key]
     try:
-        return kind.read(value)
+        return kind.read(content[key])
     except ValueError:
-        raise UserError(f"{where}: key {key!r} is {value!r}; give {kind.says}") from None
+        raise UserError(f"{where}: key {key!r} is {content[key]!r}; give {kind.says}") from None
 
 
 def _flag(content: Mapping[str, Any], key: str, where: str) -> bool:
@@ -246,8 +238,8 @@ def _flag(content: Mapping[str, Any], key: str, where: str) -> bool:
     return value
 
 
-def _whole(content: Mapping[str, Any], key: str, where: str, default: int | None = None, kind: Kind = COUNT) -> int:
-    return default if key not in content and default is not None else int(_number(content[key], key, where, kind))
+def _whole(content: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
+    return int(_number(content, key, where, default))
 
 
 def _split(spec: str) -> tuple[str, int]:
