@@ -50,3 +50,19 @@ def test_a_name_that_the_locale_cannot_write_is_one_line(
         main(["train", "run.yaml"])
     told = capsys.readouterr().err
     assert end.value.code == 2 and "PYTHONUTF8=1" in told and "Traceback" not in told
+
+
+_JOINED = """
+import sys
+from headway.cli.main import _join_commands
+_join_commands()
+print(*sorted(name for name in sys.modules if name.startswith("headway.plan") or "." not in name))
+"""
+
+
+def test_a_start_imports_no_more_of_the_planner_than_its_kinds_of_numbers() -> None:
+    """Every `headway train` joins every command: the planner and numpy took most of its start."""
+    done = subprocess.run([sys.executable, "-c", _JOINED], capture_output=True, text=True, timeout=60, check=True)
+    found = set(done.stdout.split())
+    assert {name for name in found if name.startswith("headway.")} == {"headway.plan", "headway.plan.numbers"}
+    assert not found & {"numpy", "yaml", "torch", "transformers", "pydantic"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,15 @@ def test_an_outlier_does_not_pull_the_fit() -> None:
     assert fit.error > 0.2
 
 
+def test_what_the_losses_do_not_tell_is_said() -> None:
+    """Equal losses but for noise, and losses that depend on one of the two alone."""
+    assert not fit_law(N, D, LOSS, TARGET, copies=1).warnings
+    noise = np.exp(np.random.default_rng(0).normal(0, 1e-5, len(N)))
+    for losses, named in ((3.1 * noise, ["N", "D"]), (1.69 + 410.7 / D**0.28, ["N"]), (1.69 + 406.4 / N**0.34, ["D"])):
+        said = fit_law(N, D, losses, TARGET, copies=1).warnings
+        assert [re.findall(r"fall with (\w)", text)[0] for text in said] == named
+
+
 def test_the_best_split_is_a_minimum() -> None:
     flops = 6 * TARGET[0] * TARGET[1]
     n, d = TRUE.best_split(flops)
@@ -115,6 +125,10 @@ def test_the_best_split_is_a_minimum() -> None:
         ("N,D,loss\n", "a header and no rows"),
         ("N,D,loss\n" + "1e8,1e9,3\n" * 9, "column N holds 1 values"),
         ("N,D,loss\n1e8,1e9,3\n", "at least 6"),
+        (
+            "N,D,loss\n" + "".join(f"{n}e8,{d}e9,3.1\n" for n in (1, 2, 4) for d in (1, 2, 4)),
+            "loss is 3.1 in every run",
+        ),
         ("N,D,loss\n1e8,1e9,nan\n", "is not a positive number"),
     ],
 )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
 import typer
-import yaml
 
 from headway.account.errors import UserError
 from headway.cli.output import print_json
@@ -114,6 +113,8 @@ def _nothing(cases: list[Case], unread: list[Unscored], apart: Sequence[Unscored
 
 
 def _from_bench(source: list[Path], cluster: str, out: Path | None, json: bool) -> None:
+    import yaml
+
     from headway.plan.bench_file import check_measured, cluster_keys, read_bench
     from headway.plan.constants import default_constants
 

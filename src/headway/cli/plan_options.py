@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -16,13 +15,14 @@ import typer
 from headway.account.errors import UserError
 from headway.cli.paths import in_path
 from headway.cli.plan_numbers import of
-from headway.plan.cluster import Cluster, load_cluster
-from headway.plan.layout import Layout
 from headway.plan.numbers import COUNT, LENGTH, SHARE, WHOLE
-from headway.plan.workload import PRECISIONS, Workload, load_model
 
+# Every other part of the planner is imported where it is used: `headway train` starts with this module too, and they
+# take longer to import than all the rest of the command line.
 if TYPE_CHECKING:
     from headway.plan.calibrate import Calibration
+    from headway.plan.cluster import Cluster
+    from headway.plan.workload import Workload
 
 Model = Annotated[str, typer.Option(help="config.json, its folder, or a preset such as llama3-70b.")]
 ClusterSpec = Annotated[str, typer.Option("--cluster", help="H100x1024, or a YAML file (docs/plan.md has its keys).")]
@@ -59,6 +59,8 @@ def make_workload(
 
     Raises UserError naming the option.
     """
+    from headway.plan.workload import PRECISIONS, Workload, load_model
+
     if precision not in PRECISIONS:
         near = difflib.get_close_matches(precision, PRECISIONS, n=2) or PRECISIONS
         raise UserError(f"--precision {precision!r} is unknown; nearest: {', '.join(near)}")
@@ -68,6 +70,8 @@ def make_workload(
 
 def parse_fix(text: str) -> dict[str, Any]:
     """`tp=8,pp=16,recompute=full` as values of Layout's fields. Raises UserError naming the key."""
+    from headway.plan.layout import Layout
+
     hints = get_type_hints(Layout)
     given: dict[str, Any] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -107,23 +111,16 @@ def _value(key: str, text: str, kind: Any) -> Any:
     return text
 
 
-def fixed_layout(given: dict[str, Any], cluster: Cluster) -> Layout:
-    """A complete plan from its given parts: what is left of the GPUs becomes dp."""
-    layout = replace(Layout(), **given)
-    if "dp" in given:
-        return layout
-    others = layout.tp * layout.pp * layout.cp
-    if cluster.gpus % others:
-        raise UserError(f"--fix tp·pp·cp = {others} does not divide {cluster.gpus} GPUs")
-    return replace(layout, dp=cluster.gpus // others)
-
-
 def cluster_of(spec: str) -> Cluster:
+    from headway.plan.cluster import load_cluster
+
     return load_cluster(spec)
 
 
 def kind_of(spec: str, gpus: int) -> Cluster:
     """The same where only the kind of machine matters: `H100` will do; `gpus` of them."""
+    from headway.plan.cluster import load_cluster
+
     bare = not re.search(r"\dx|x\d|[×*]|\.ya?ml$", spec)
     return load_cluster(f"{spec}x{gpus}" if bare else spec).with_gpus(gpus)
 

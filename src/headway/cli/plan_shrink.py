@@ -165,6 +165,7 @@ def _law_lines(fit: Fit, parameters: float, tokens: float) -> list[str]:
         f"  target: {law.loss(parameters, tokens):.4f} nats ({low:.4f} … {high:.4f}), "
         f"extrapolated {fit.reach[0]:.3g} × in parameters and {fit.reach[1]:.3g} × in tokens",
         f"  the same FLOPs are spent best on {size / 1e9:.3g}B parameters and {data:.3g} tokens",
+        *(f"  warning: {text}" for text in fit.warnings),
     ]
 
 

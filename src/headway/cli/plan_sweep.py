@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,7 +24,9 @@ from headway.cli.plan_options import (
     parse_fix,
 )  # fmt: skip
 from headway.plan.numbers import AMOUNT, INSIDE
-from headway.plan.sweep import Sweep
+
+if TYPE_CHECKING:
+    from headway.plan.sweep import Sweep
 
 
 def sweep(

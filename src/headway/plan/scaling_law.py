@@ -24,6 +24,7 @@ Array = NDArray[np.float64]
 _HUBER = 1e-3  # relative residual above which a run is an outlier, as in the paper
 _LEAST = 6  # runs; five constants
 _EXPONENTS = (0.05, 1.2)
+_SAME = 1e-6  # losses this near to each other are one number, written with rounding
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Fit:
     runs: int
     error: float
     reach: tuple[float, float]  # how many times larger N and D of the target are than the largest of the runs
+    warnings: tuple[str, ...] = ()  # what these runs do not tell
 
     def band(self, parameters: float, tokens: float, share: float = 0.9) -> tuple[float, float]:
         """The middle `share` of the copies' losses there."""
@@ -68,7 +70,8 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         bands = {name: self.interval(name) for name in ("e", "a", "b", "alpha", "beta")}
-        return {**vars(self.law), "intervals_90": bands, "runs": self.runs, "largest_residual": self.error}
+        said = {"runs": self.runs, "largest_residual": self.error, "warnings": list(self.warnings)}
+        return {**vars(self.law), "intervals_90": bands, **said}
 
 
 def read_losses(path: Path) -> tuple[Array, Array, Array]:
@@ -92,13 +95,15 @@ def _cell(line: Line, key: str, path: Path) -> float:
 def fit_law(n: Array, d: Array, loss: Array, target: tuple[float, float], copies: int = 100, seed: int = 0) -> Fit:
     """Fits the law to runs of `n` parameters, `d` tokens and final `loss`; `target` is (N, D) to be predicted.
 
-    Raises UserError with fewer than six runs, or where all runs share one size or one number of tokens.
+    Raises UserError with fewer than six runs, or where all runs share one size, one number of tokens or one loss.
     """
     if len(n) < _LEAST:
         raise UserError(f"--losses: {len(n)} runs; five constants need at least {_LEAST}")
     for values, name in ((n, "N"), (d, "D")):
         if len(np.unique(values)) < 3:
             raise UserError(f"--losses: column {name} holds {len(np.unique(values))} values; give runs of at least 3")
+    if loss.max() / loss.min() - 1 < _SAME:
+        raise UserError(f"--losses: column loss is {loss[0]:g} in every run; nothing can be learnt from equal losses")
     law = _fit(n, d, loss)
     rng = np.random.default_rng(seed)
     found: list[Law] = []
@@ -109,7 +114,20 @@ def fit_law(n: Array, d: Array, loss: Array, target: tuple[float, float], copies
     fitted = law.e + law.a / n**law.alpha + law.b / d**law.beta
     error = float(np.max(np.abs(fitted / loss - 1)))
     reach = target[0] / float(n.max()), target[1] / float(d.max())
-    return Fit(law, tuple(found), len(n), error, reach)
+    return Fit(law, tuple(found), len(n), error, reach, _warnings(law, n, d, loss))
+
+
+def _warnings(law: Law, n: Array, d: Array, loss: Array) -> tuple[str, ...]:
+    """Which of N and D the runs say nothing of: what it changes in the fitted loss is within the noise of a run."""
+    said = []
+    for name, scale, exponent, values in (("N", law.a, law.alpha, n), ("D", law.b, law.beta, d)):
+        change = scale * (float(values.min()) ** -exponent - float(values.max()) ** -exponent)
+        if change < _HUBER * float(loss.mean()):
+            said.append(
+                f"the losses hardly fall with {name}, by {change:.2g} from {values.min():.3g} to {values.max():.3g}: "
+                f"what larger {name} would bring is not in these runs"
+            )
+    return tuple(said)
 
 
 def _fit(n: Array, d: Array, loss: Array, start: Law | None = None) -> Law:
