@@ -9,6 +9,7 @@ from typing import Any
 
 from headway.account.errors import UserError
 from headway.plan.cluster import Cluster
+from headway.plan.money import days
 from headway.plan.predict import Prediction
 from headway.plan.search import search
 from headway.plan.whole_run import RunTerms, run_of
@@ -29,7 +30,7 @@ class Option:
 
     def line(self) -> str:
         money = "price unknown" if self.dollars is None else f"{self.dollars:,.0f} dollars"
-        return f"{self.wall_s / 86400:,.1f} days · {money} · {self.label}"
+        return f"{days(self.wall_s)} · {money} · {self.label}"
 
     def to_dict(self) -> dict[str, Any]:
         plan = self.detail.layout.to_dict() if isinstance(self.detail, Prediction) else None

@@ -60,10 +60,10 @@ class RunCost:
         }
 
     def line(self) -> str:
-        """One line: days, GPU-hours, dollars, energy."""
+        """One line: time, GPU-hours, dollars, energy."""
         money = "price unknown (--price)" if self.dollars is None else f"{self.dollars[1]:,.0f} dollars"
         energy = "" if self.energy_kwh is None else f" · {self.energy_kwh / 1000:,.0f} MWh"
-        return f"{self.wall_s / 86400:,.1f} days · {self.gpu_hours:,.0f} GPU-hours · {money}{energy}"
+        return f"{days(self.wall_s)} · {self.gpu_hours:,.0f} GPU-hours · {money}{energy}"
 
     def lines(self) -> list[str]:
         found = [
@@ -199,5 +199,5 @@ def days(seconds: float) -> str:
     """`34.2 days`, hours below two days, minutes below two hours, seconds below two minutes."""
     for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
-            return f"{seconds / size:.1f} {unit}"
+            return f"{seconds / size:,.1f} {unit}"
     return f"{seconds:.3g} seconds" if seconds != 1 else "1 second"

@@ -10,6 +10,7 @@ from typing import Any
 
 from headway import __version__
 from headway.plan.answer import Answer
+from headway.plan.money import days
 from headway.plan.predict import Prediction
 from headway.plan.sweep import Sweep
 from headway.record.files import write_atomic
@@ -68,7 +69,7 @@ def _tiles(found: Answer) -> Iterator[tuple[str, str, str]]:
     yield "Memory", f"{best.memory.needed / 2**30:.0f} GiB", f"of {best.memory.capacity / 2**30:.0f} GiB a GPU"
     if found.costs:
         cost = found.costs[0]
-        yield "Wall clock", f"{cost.wall_s / 86400:,.1f} d", f"ETTR {cost.ettr:.1%}"
+        yield "Wall clock", days(cost.wall_s), f"ETTR {cost.ettr:.1%}"
         dollars = "unknown" if cost.dollars is None else f"${fmt.count(cost.dollars[1])}"
         yield "Cost", dollars, f"{cost.gpu_hours:,.0f} GPU-hours"
 
