@@ -15,14 +15,16 @@ import torch
 from guard_helpers import full, on_ranks, same, snapshot, tiny_model, tiny_optimizer, train
 
 from headway.account.errors import Refused
-from headway.guard import layout, staging, writing
+from headway.guard import contents, layout, remote, save_job, staging, writing
 from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
 from headway.guard.object_store import ObjectStore
 from headway.guard.peers import PEERS
 from headway.guard.remote import fetch_newest, read_remote_manifest
-from headway.guard.save_job import Keep
+from headway.guard.save_job import Job, Outcome, Room, make_room, run_job
+from headway.guard.saver import Saver
 from headway.guard.tiers import RemotePlace, Tiers
 from headway.guard.training_state import buffer_keys, capture, restore
+from headway.guard.upkeep import Keep
 
 
 def make(root: Path, **options: Any) -> Tiers:
@@ -177,6 +179,107 @@ def test_a_full_disk_leaves_the_memory_copy(tmp_path: Path, monkeypatch: pytest.
     found = tiers.newest()
     assert found is not None and (found.tier, found.ref.step) == ("memory", 3)
     monkeypatch.undo()
+    tiers.close(over=True)
+
+
+class Inline(Saver):
+    """Does its work in this process, where a test can look at it."""
+
+    def submit(self, job: Job | Room) -> None:
+        self.reserve()
+        if isinstance(job, Room):
+            make_room(job, self._told)
+        else:
+            run_job(job, self._told)
+        self.release()
+
+    def _told(self, outcome: Outcome) -> None:
+        if outcome.tier:
+            self.tell(outcome)
+
+
+@pytest.mark.parametrize("read_s", [60.0, 0.0])
+def test_pruning_costs_neither_the_upload_nor_a_second_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_s: float
+) -> None:
+    """Two checkpoints of the session before: `read_s` is too short to read them, or not."""
+    model, keep = tiny_model(), Keep(last=1)
+    optimizer = tiny_optimizer(model)
+    before = CheckpointStore(tmp_path / "checkpoints", "run-a")
+    for step in (1, 2):
+        before.save(step, capture(model, [optimizer]), {}, {})
+    read, uploads, hash_by_steps = list[Path](), list[tuple[list[int], int]](), contents.hash_by_steps
+    monkeypatch.setattr(contents, "hash_by_steps", lambda path: read.append(path) or hash_by_steps(path))
+    monkeypatch.setattr(save_job, "_READ_S", read_s)
+    tiers = make(tmp_path, remote=RemotePlace(f"file://{tmp_path}/bucket/run", budget_s=0))
+    tiers.saver = Inline(tmp_path, 600.0)
+
+    def steps() -> list[int]:
+        return [ref.step for ref in layout.published(tiers.disk.root)]
+
+    def upload(*_: Any) -> int:
+        uploads.append((steps(), len(read)))
+        return 0
+
+    monkeypatch.setattr(remote, "upload", upload)
+    for step in (3, 4, 5):
+        monkeypatch.setattr(save_job, "_contents", {})  # as a new saver: the trainer tells it what is known
+        assert begin(tiers, model, optimizer, step, remote=True, keep=keep) and tiers.settle(60)
+        assert [(event.tier, event.ok) for event in tiers.poll()] == [(t, True) for t in ("memory", "disk", "remote")]
+    if read_s:
+        assert uploads[0] == ([1, 2, 3], 0) and [there for there, _ in uploads[1:]] == [[4], [5]]
+        assert uploads[1][1] == uploads[2][1] == len(read), "what this process has written is not read again"
+        assert len(read) == len(set(read)) and {path.parent.name[:13] for path in read} == {
+            "step-00000001",
+            "step-00000002",
+        }
+    else:
+        assert uploads == [([1, 2, 3], 0), ([1, 2, 4], 0), ([1, 2, 5], 0)] and read == []
+    tiers.close(over=True)
+
+
+def room_for(count: int, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
+    """A disk that holds so many checkpoints."""
+    usage = shutil.disk_usage(root)
+
+    def free(path: Path) -> Any:
+        return usage._replace(free=1 << 40 if len(layout.published(path)) < count else 0)
+
+    monkeypatch.setattr(writing.shutil, "disk_usage", free)
+
+
+def keep(step: int) -> Keep:
+    return Keep(last=1, proven=step - 32)
+
+
+def test_a_disk_with_room_for_two_is_enough_to_keep_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before the last is needed until there are 32 steps behind the last: until the very save that comes next."""
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    tiers = make(tmp_path)
+    room_for(2, monkeypatch, tmp_path)
+    for step in (1000, 2000):
+        assert begin(tiers, model, optimizer, step, keep=keep(step)) and tiers.settle(60)
+        assert all(event.ok for event in tiers.poll())
+    assert not begin(tiers, model, optimizer, 3000, keep=keep(3000)), "room is made beside the training"
+    assert tiers.settle(60) and tiers.poll() == []
+    assert begin(tiers, model, optimizer, 3000, keep=keep(3000)) and tiers.settle(60)
+    assert [(event.tier, event.ok) for event in tiers.poll()] == [("memory", True), ("disk", True)]
+    assert [ref.step for ref in layout.published(tiers.disk.root)] == [2000, 3000]
+    tree = capture(model, [optimizer])
+    events = tiers.save_now(4000, tree, {}, {}, keep=keep(4000))
+    assert [(event.tier, event.step, event.ok) for event in events if event.tier != "memory"] == [("disk", 4000, True)]
+    assert [ref.step for ref in layout.published(tiers.disk.root)] == [3000, 4000]
+    assert begin(tiers, model, optimizer, 4010, keep=keep(4010)), (
+        "3000 is needed: planted, there is nothing to wait for"
+    )
+    assert tiers.settle(60)
+    told = {event.tier: event for event in tiers.poll()}
+    assert "too little space" in told["disk"].why and told["memory"].ok
+    tiers.off = "planted"  # the saves that block, too
+    events = tiers.save_now(5000, tree, {}, {}, keep=keep(5000))
+    assert [(event.tier, event.step, event.ok) for event in events] == [("disk", 5000, True)]
+    assert [ref.step for ref in layout.published(tiers.disk.root)] == [4000, 5000]
     tiers.close(over=True)
 
 

@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from guard_helpers import run_ranks
 
-from headway.guard import layout
+from headway.guard import contents, hashing, layout
 from headway.guard.checkpoint import CheckpointRef, CheckpointStore
+from headway.guard.hashing import hash_by_steps
 
 
 @pytest.fixture
@@ -114,13 +116,73 @@ def test_prune_keeps_the_newest_that_is_proved_sound(store: CheckpointStore) -> 
     assert [int(name[5:13]) for name in names(store)] == [138]
 
 
+def test_a_damaged_one_is_neither_the_last_nor_the_proved_one(store: CheckpointStore) -> None:
+    refs = {step: save(store, step) for step in (90, 100, 110, 136, 137, 138)}
+    for step in (110, 138):
+        damage(refs[step])
+    done = CheckpointStore(store.root, "run-a").prune(keep_last=1, proven=115)
+    assert [int(name[5:13]) for name in names(store)] == [100, 110, 137, 138]
+    assert [text.partition(":")[0] for text in done.left] == [refs[110].name, refs[138].name]
+    assert done.removed == [refs[90].name, refs[136].name]
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files that pruning reads, in order."""
+    found: list[Path] = []
+
+    def noted(path: Path) -> Any:
+        found.append(path)
+        return hash_by_steps(path)
+
+    monkeypatch.setattr(contents, "hash_by_steps", noted)
+    return found
+
+
+def test_what_this_process_has_written_is_not_read_again_before_it_goes(
+    store: CheckpointStore, read: list[Path]
+) -> None:
+    refs = [save(store, step) for step in range(1, 6)]
+    assert store.prune(keep_last=2).removed == [ref.name for ref in refs[:3]] and read == []
+    damage(refs[3])
+    os.utime(refs[3].path / "__0_0.distcp", (1, 1))  # some other time, however coarse the clock
+    assert "damaged" in store.prune(keep_last=1).left[0], "planted: a file that was touched since is read"
+    assert {path.parent for path in read} == {refs[3].path}
+
+
+def test_what_another_process_has_written_is_read_once_and_goes_on_where_it_was_left(
+    store: CheckpointStore, read: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refs = [save(store, step) for step in range(1, 4)]
+    other = CheckpointStore(store.root, "run-a")
+    done = other.prune(keep_last=1, read_s=0)
+    assert (done.removed, done.left, done.unread, read) == ([], [], True, []), "not known, so they stay"
+    now = iter(range(1_000_000))
+    monkeypatch.setattr(contents.time, "monotonic", lambda: next(now))  # every look at it is a second later
+    monkeypatch.setattr(hashing, "_CHUNK", 512)
+    rounds = 0
+    while done.unread:
+        done = other.prune(keep_last=1, read_s=4)
+        rounds += 1
+    assert rounds > 3 and names(store) == [refs[2].name]
+    assert len(read) == len(set(read)) and {path.parent for path in read} == {ref.path for ref in refs}
+
+
+def test_where_room_is_needed_only_what_stays_is_read(store: CheckpointStore, read: list[Path]) -> None:
+    refs = [save(store, step) for step in range(1, 5)]
+    damage(refs[3])
+    done = CheckpointStore(store.root, "run-a").prune(keep_last=1, unread=True)
+    assert done.removed == [ref.name for ref in refs[:2]] and done.left[0].startswith(refs[3].name)
+    assert {path.parent for path in read} == {refs[2].path, refs[3].path}
+
+
 def test_prune_never_deletes_the_newest_verified(store: CheckpointStore) -> None:
     refs = [save(store, step) for step in range(1, 5)]
     for ref in refs[1:]:
         damage(ref)
     done = CheckpointStore(store.root, "run-a").prune(keep_last=1)
     assert names(store) == [ref.name for ref in refs], "the damaged ones stay, too: sizes alone would not have told"
-    assert [text.partition(":")[0] for text in done.left] == [refs[1].name, refs[2].name]
+    assert [text.partition(":")[0] for text in done.left] == [ref.name for ref in refs[1:]]
     assert all("content is damaged" in text for text in done.left) and done.removed == []
     newer = save(store, 5)
     assert CheckpointStore(store.root, "run-a").prune(keep_last=1).removed == [refs[0].name]
@@ -132,7 +194,7 @@ def test_prune_deletes_nothing_while_nothing_verifies(store: CheckpointStore) ->
     for ref in refs:
         damage(ref)
     done = CheckpointStore(store.root, "run-a").prune(keep_last=1)
-    assert names(store) == [ref.name for ref in refs] and len(done.left) == 2
+    assert names(store) == [ref.name for ref in refs] and len(done.left) == 3
 
 
 def test_prune_leaves_what_is_not_certainly_ours(store: CheckpointStore) -> None:

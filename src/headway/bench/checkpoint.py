@@ -19,9 +19,9 @@ from torch import nn
 
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.layout import CheckpointRef
-from headway.guard.save_job import Keep
 from headway.guard.tiers import Tiers
 from headway.guard.training_state import Capture
+from headway.guard.upkeep import Keep
 
 _WIDTH = 2048
 _ROWS = 16

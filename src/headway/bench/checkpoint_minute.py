@@ -12,8 +12,8 @@ import psutil
 import torch
 
 from headway.bench.checkpoint import Trained, scratch
-from headway.guard.save_job import Keep
 from headway.guard.tiers import Tiers
+from headway.guard.upkeep import Keep
 
 TARGETS = {"memory": 0.03, "disk": 0.06}
 

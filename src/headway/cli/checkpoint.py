@@ -83,7 +83,7 @@ def prune(
 ) -> int:
     """Delete a run's older checkpoints on the disk. Exit code 1 when one that should have gone stays.
 
-    Never the newest verified one, nothing at all while none verifies, and nothing that is damaged, in use, another
+    Only those that verify are counted, so never the newest of them; and nothing goes that is damaged, in use, another
     run's, or holds foreign files.
 
     Example: headway checkpoint prune runs/demo --keep 3 --keep-every 1000

@@ -30,7 +30,8 @@ class RemoteConfig(Section):
     keep: int = Field(
         default=2,
         ge=1,
-        description="Newest checkpoints that stay in the store.",
+        description="Newest checkpoints that stay in the store. The newest with 32 clean steps behind it stays in any "
+        "case.",
     )
     budget_s: float = Field(
         default=300.0,
@@ -88,7 +89,8 @@ class CheckpointConfig(Section):
         default=2,
         ge=1,
         description="Newest checkpoints that are kept; 2 so that one remains should the newest be damaged. "
-        "The newest with 32 clean steps behind it stays in any case.",
+        "The newest with 32 clean steps behind it stays in any case; with the one being written, the disk holds up to "
+        "two more.",
     )
     keep_every: int | None = Field(
         default=None,

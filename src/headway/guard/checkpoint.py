@@ -17,8 +17,9 @@ alone; call them on rank 0 (or in a process without a group).
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from headway.account.errors import Refused, UserError
 from headway.guard import layout, reading, upkeep, writing
+from headway.guard.contents import Contents, mark_of
 from headway.guard.control import Control
 from headway.guard.infos import CheckpointInfo, infos
 from headway.guard.layout import CheckpointFailed, CheckpointRef
@@ -67,6 +69,8 @@ class CheckpointStore:
             raise UserError(f"{self.root} is a file: checkpoints need a folder")
         self._control: Control = control()
         self._trusted: dict[Path, _Trust] = {}
+        self.contents = Contents(self.root)
+        """For pruning: what this process has written, verified, or been told of."""
         # Of failed saves too, whose folders are gone: something stuck in one of them must never meet a later save.
         self._last_generation = 0
 
@@ -76,14 +80,22 @@ class CheckpointStore:
         return self._control
 
     def save(
-        self, step: int, tensors: Tree, meta: dict[str, Any], rank_state: dict[str, Any], *, above: int = 0
+        self,
+        step: int,
+        tensors: Tree,
+        meta: dict[str, Any],
+        rank_state: dict[str, Any],
+        *,
+        above: int = 0,
+        make_room: Callable[[], object] | None = None,
     ) -> CheckpointRef:
         """Writes and publishes one checkpoint. Collective.
 
         `tensors`: a nested state (e.g. from `training_state.capture`): top-level keys "model" and "optimizer" (others
         are allowed); dicts with text keys, lists, DTensors, plain tensors (taken as replicated) and plain values.
         `meta`: what JSON keeps exactly (rank 0's is written). `rank_state`: this rank's tensors and plain values.
-        `above`: a generation that was used elsewhere; this one is higher.
+        `above`: a generation that was used elsewhere; this one is higher. `make_room`: called on rank 0 where the disk
+        has too little room, before it is looked at again.
 
         Raises CheckpointFailed on every rank when it could not be written (no space, I/O error); earlier checkpoints
         are untouched and the partial folder is removed. TypeError or ValueError for content that could not be loaded
@@ -91,7 +103,8 @@ class CheckpointStore:
         """
         run_id = self._own_run_id()
         flat = flatten(tensors)
-        draft = writing.claim(self._control, self.root, run_id, step, flat, max(above, self._last_generation))
+        above = max(above, self._last_generation)
+        draft = writing.claim(self._control, self.root, run_id, step, flat, above, make_room)
         self._last_generation = draft.ref.generation
         try:
             with writing.held(self._control, draft.partial):
@@ -183,23 +196,28 @@ class CheckpointStore:
         """Removes partial saves and half-done deletions that dead processes of this run left. Call it at start."""
         return upkeep.sweep(self.root, self._own_run_id())
 
-    def prune(self, keep_last: int, keep_every: int | None = None, proven: int | None = None) -> Upkeep:
-        """Deletes this run's checkpoints except the last `keep_last` and those whose step `keep_every` divides.
+    def prune(
+        self,
+        keep_last: int,
+        keep_every: int | None = None,
+        proven: int | None = None,
+        *,
+        read_s: float = math.inf,
+        unread: bool = False,
+    ) -> Upkeep:
+        """Deletes this run's checkpoints except the last `keep_last` and those whose step `keep_every` divides, and
+        the newest of step `proven` or before it.
 
-        Nor the newest of step `proven` or before it, nor the newest verified one, and nothing at all while none
-        verifies. Damaged ones (every file is read before it goes), those in use and those with foreign files inside
-        stay and are reported; one failed deletion does not stop the others.
+        Only sound ones count, so nothing goes while none is. Damaged ones, those in use and those with foreign files
+        inside stay and are reported; one failed deletion does not stop the others. What this store has not written or
+        verified itself is read first, for `read_s` seconds in all, once; one that is not read by then stays, too
+        (unless `unread`: then only those are read that stay in its place).
         """
         if keep_last < 1:
             raise ValueError(f"keep_last is {keep_last}: at least one checkpoint must stay")
-        return upkeep.prune(
-            self.root,
-            self._own_run_id(),
-            keep_last,
-            keep_every,
-            lambda ref: not self._local_problems(ref, 0, 1),
-            proven,
-        )
+        keep = upkeep.Keep(last=keep_last, every=keep_every, proven=proven)
+        until = time.monotonic() + read_s
+        return upkeep.prune(self.contents, self._own_run_id(), keep, until=until, unread=unread)
 
     def _own_run_id(self) -> str:
         if self.run_id is None:
@@ -231,6 +249,8 @@ class CheckpointStore:
 
     def _trust(self, ref: CheckpointRef, manifest: Manifest) -> None:
         self._trusted[ref.path] = _Trust(signature(ref.path, manifest), time.monotonic())
+        if ref.path.parent == self.root:
+            self.contents.note(ref.name, mark_of(ref, manifest))
 
     def _is_trusted(self, ref: CheckpointRef, manifest: Manifest) -> bool:
         trust = self._trusted.get(ref.path)

@@ -51,7 +51,7 @@ def copy(source: int, target: Path, progress: Callable[[int, int], None]) -> Non
             if direct and done % _ALIGN:  # a short write
                 direct = not _set_direct(descriptor, False)
         os.fsync(descriptor)
-        # What is read back for the hash should come from the disk, and the training needs the memory.
+        # What is read back and compared should come from the disk, and the training needs the memory.
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)

@@ -38,6 +38,10 @@ class CheckpointFailed(Exception):
     """
 
 
+class NoRoom(CheckpointFailed):
+    """The disk has too little space, and nothing was begun: what is no longer needed may make room."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointRef:
     """A published checkpoint. `rejected`: why newer ones were passed over, one line each (from `newest_verified`)."""

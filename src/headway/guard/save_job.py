@@ -10,24 +10,28 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from headway.guard import crash, direct, layout, upkeep
+from headway.guard.contents import Contents, mark_of
 from headway.guard.crash import crash_point
 from headway.guard.hashing import FileEntry, hash_file
-from headway.guard.layout import CheckpointFailed
-from headway.guard.manifest import Manifest, hash_problems, read_manifest, sync_file
+from headway.guard.layout import CheckpointFailed, CheckpointRef
+from headway.guard.manifest import Damaged, Manifest, read_manifest, sync_file
 from headway.guard.peers import Peer, send_part
 from headway.guard.publishing import commit, explained
+from headway.guard.upkeep import Keep, Upkeep
 
 _CHUNK = 16 << 20
 _PART = ".part-"
 _POLL_S = 0.02
 _ORPHAN_S = 10.0
-_damaged: set[str] = set()  # names that this process has seen: nobody mends a checkpoint, and reading one takes long
+_READ_S = 5.0
+"""Seconds that one save may take to read checkpoints of earlier sessions, before they go."""
+_contents: dict[Path, Contents] = {}  # of one folder, in a saver
 
 
 class Folder(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,20 +53,12 @@ class Remote(msgspec.Struct, frozen=True, kw_only=True):
     proven: int | None = None
 
 
-class Keep(msgspec.Struct, frozen=True, kw_only=True):
-    """What stays once this save is published: the last `last`, on the disk also steps that `every` divides, and the
-    newest of step `proven` or before it: what came after that may yet turn out to be harmed by a spike."""
-
-    last: int
-    every: int | None = None
-    proven: int | None = None
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One save of one rank.
 
-    `peer`: the node that gets a copy of this node's memory. `files`: this rank's, in the memory folder. `manifest`:
-    complete but for files and the bytes of "rest".
+    `keep`: what stays on the disk once this save is published. `peer`: the node that gets a copy of this node's
+    memory. `files`: this rank's, in the memory folder. `manifest`: complete but for files and the bytes of "rest".
+    `sound`: marks of checkpoints on the disk that the trainer knows to be sound (`guard.contents`).
     `deadline_s`: from the start; what waits for other ranks gives up then.
     """
 
@@ -75,6 +71,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     peer: Peer | None = None
     disk: Folder | None = None
     keep: Keep | None = None
+    sound: dict[str, str] = {}
     remote: Remote | None = None
     deadline_s: float = 600.0
 
@@ -84,10 +81,28 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return ["memory", *(tier for tier, wanted in further.items() if wanted is not None)]
 
 
+class Room(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Before a save that found too little space on the disk: everything goes that `keep` does not name. `root`: the
+    checkpoints' folder. `sound`: as in `Job`."""
+
+    id: int
+    attempt: int = 0
+    root: str
+    run_id: str
+    keep: Keep
+    sound: dict[str, str] = {}
+    deadline_s: float = 600.0
+
+    def tiers(self) -> list[str]:
+        """None: it saves nothing."""
+        return []
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one tier of a job, `seconds` after the job's start.
 
     `tier`: memory, peer, disk or remote; prune or saver for what happened beside them; empty when the job is over.
+    `mark`: of the whole checkpoint that was published on the disk (`guard.contents`).
     """
 
     id: int
@@ -97,6 +112,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     bytes: int = 0
     path: str = ""
+    mark: str = ""
 
 
 Tell = Callable[[Outcome], None]
@@ -114,7 +130,8 @@ def run_job(job: Job, tell: Tell) -> None:
             why = str(problem) if isinstance(problem, CheckpointFailed) else explained(problem, Path(path).parent)
             tell(Outcome(id=job.id, tier=tier, ok=False, why=why, seconds=time.monotonic() - started))
         else:
-            tell(Outcome(id=job.id, tier=tier, seconds=time.monotonic() - started, bytes=size, path=path))
+            mark = _mark(job) if tier == "disk" else ""
+            tell(Outcome(id=job.id, tier=tier, seconds=time.monotonic() - started, bytes=size, path=path, mark=mark))
 
     with _opened(job) as sources:
         if sources is None:
@@ -128,13 +145,25 @@ def run_job(job: Job, tell: Tell) -> None:
                 attempt("peer", job.memory.final, lambda: send_part(peer, Path(job.memory.final)))
             if disk is not None:
                 attempt("disk", disk.final, lambda: _to_disk(job, disk, sources, entries, deadline))
-                if job.keep is not None and job.rank == disk.ranks[0]:
-                    _prune(job, job.keep, Path(disk.final), tell)
+            # What is known goes before an upload, that may end with this process; reading others waits until after it.
+            pruned = _prune(job, None, tell)
             if remote is not None:
                 from headway.guard.remote import upload
 
                 attempt("remote", remote.url, lambda: upload(job, remote, sources, entries, deadline))
+            if pruned.unread and not _is_orphan():
+                _prune(job, min(time.monotonic() + _READ_S, deadline - _READ_S), tell, pruned.left)
     tell(Outcome(id=job.id, seconds=time.monotonic() - started))
+
+
+def make_room(room: Room, tell: Tell) -> None:
+    """Does it; what stays beyond `keep` is told of."""
+    started = time.monotonic()
+    until = started + room.deadline_s / 2
+    done = _pruned(Path(room.root), room, room.run_id, room.keep, until)
+    for left in done.left:
+        tell(Outcome(id=room.id, tier="prune", ok=False, why=left))
+    tell(Outcome(id=room.id, seconds=time.monotonic() - started))
 
 
 @contextlib.contextmanager
@@ -188,26 +217,50 @@ def _to_disk(job: Job, folder: Folder, sources: dict[str, int], entries: dict[st
         raise
 
 
-def _prune(job: Job, keep: Keep, newest: Path, tell: Tell) -> None:
-    """Only what a newer verified checkpoint makes expendable: the one that was just read back."""
-    if not newest.is_dir():
-        return
-    done = upkeep.prune(
-        newest.parent, job.manifest.run_id, keep.last, keep.every, lambda ref: _verified(ref, newest), keep.proven
-    )
+def _prune(job: Job, until: float | None, tell: Tell, told: Sequence[str] = ()) -> Upkeep:
+    """Only what a newer verified checkpoint makes expendable: the one that was just read back, by every rank.
+
+    until: as in `upkeep.prune`. told: what has been told of already.
+    """
+    mark = _mark(job)
+    if job.disk is None or job.keep is None or not mark:
+        return Upkeep()
+    final = Path(job.disk.final)
+    _contents_of(final.parent).note(final.name, mark)
+    done = _pruned(final.parent, job, job.manifest.run_id, job.keep, until)
     for left in done.left:
-        tell(Outcome(id=job.id, tier="prune", ok=False, why=left))
+        if left not in told:
+            tell(Outcome(id=job.id, tier="prune", ok=False, why=left))
+    return done
 
 
-def _verified(ref: layout.CheckpointRef, newest: Path) -> bool:
-    if ref.path == newest:
-        return True
-    if ref.name not in _damaged:
-        manifest = read_manifest(ref)
-        if not hash_problems(ref.path, manifest, manifest.files):
-            return True
-        _damaged.add(ref.name)
-    return False
+def _mark(job: Job) -> str:
+    """Of what was published on the disk; empty on ranks that do not publish, and where nothing was."""
+    if job.disk is None or job.rank != job.disk.ranks[0]:
+        return ""
+    ref = CheckpointRef(Path(job.disk.final), job.manifest.step, job.manifest.generation)
+    try:
+        return mark_of(ref, read_manifest(ref))
+    except Damaged:
+        return ""
+
+
+def _contents_of(root: Path) -> Contents:
+    return _contents.setdefault(root, Contents(root))
+
+
+def _pruned(root: Path, job: Job | Room, run_id: str, keep: Keep, until: float | None) -> Upkeep:
+    contents = _contents_of(root)
+    try:
+        contents.learn(job.sound)
+        return upkeep.prune(contents, run_id, keep, until=until, unread=isinstance(job, Room))
+    except OSError as problem:
+        return Upkeep(left=[f"{root}: {problem}"])
+
+
+def _is_orphan() -> bool:
+    """The trainer is dead, or has left: what is not urgent is left to the next one."""
+    return crash.trainer != 0 and os.getppid() != crash.trainer
 
 
 def _copy(source: int, target: Path, step: int) -> None:
@@ -272,7 +325,7 @@ def _wait_for_part(partial: Path, rank: int, deadline: float) -> dict[str, FileE
             raise CheckpointFailed(f"{partial.name} is gone")
         if time.monotonic() > deadline:
             raise CheckpointFailed(f"rank {rank} had not written its part in time")
-        if not orphaned and crash.trainer and os.getppid() != crash.trainer:
+        if not orphaned and _is_orphan():
             # Ours is dead, so the other rank is likely to have died before its part was begun.
             orphaned, deadline = True, min(deadline, time.monotonic() + _ORPHAN_S)
         time.sleep(_POLL_S)

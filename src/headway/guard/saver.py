@@ -22,7 +22,7 @@ import msgspec
 
 import headway
 from headway.guard.orphans import SAVER
-from headway.guard.save_job import Job, Outcome
+from headway.guard.save_job import Job, Outcome, Room
 
 _TRIES = 2
 _TIERS = ("memory", "peer", "disk", "remote")
@@ -31,7 +31,7 @@ _GRACE_S = 2.0
 
 @dataclass(slots=True)
 class _Work:
-    job: Job
+    job: Job | Room
     since: float
     left: set[str] = field(default_factory=set)
     tries: int = 1
@@ -75,7 +75,7 @@ class Saver:
         """Takes a reservation back."""
         self._idle.set()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job | Room) -> None:
         """Begins a job. Raises RuntimeError while another one is in work."""
         with self._lock:
             if self._work is not None:

@@ -15,7 +15,7 @@ import sys
 import msgspec
 
 from headway.guard import crash
-from headway.guard.save_job import Job, Outcome, run_job
+from headway.guard.save_job import Job, Outcome, Room, make_room, run_job
 
 _NICE = 10  # training comes first
 
@@ -29,10 +29,13 @@ def main() -> None:
         os.nice(_NICE)
     crash.trainer = int(sys.argv[2])
     for line in sys.stdin.buffer:
-        job = msgspec.json.decode(line, type=Job)
+        job = msgspec.json.decode(line, type=Job | Room)
         if job.attempt:
             os.environ.pop(crash.VARIABLE, None)  # an injected death comes once
-        run_job(job, _tell)
+        if isinstance(job, Room):
+            make_room(job, _tell)
+        else:
+            run_job(job, _tell)
 
 
 def _tell(outcome: Outcome) -> None:

@@ -36,13 +36,16 @@ from headway.guard.manifest import Manifest
 from headway.guard.node_memory import NodeMemory
 from headway.guard.object_store import ObjectStore
 from headway.guard.publishing import now
-from headway.guard.save_job import Folder, Job, Keep, Outcome, Remote
+from headway.guard.save_job import Folder, Job, Outcome, Remote, Room
 from headway.guard.saver import Saver
 from headway.guard.slots import Slot, Slots
 from headway.guard.staging import Stager
 from headway.guard.tree import Flat, Tree, flatten, part_bytes
+from headway.guard.upkeep import Keep
 
 _POLL_S = 0.02
+_READ_S = 1.0
+"""Seconds that a save which blocks may take to read checkpoints of earlier sessions, before they go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +67,13 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """Rank 0's decision about one save."""
+    """Rank 0's decision about one save. `waits`: until the disk has more room."""
 
     generation: int
     slot: int
     disk: writing.Draft | None
     disk_error: str
+    waits: bool
 
 
 @dataclass(slots=True)
@@ -118,6 +122,7 @@ class Tiers:
         self._jobs = 0
         self._checked = False
         self._generation = 0
+        self._made_room = False  # for the save that is tried next
         self._early: list[Event] = []
 
     @property
@@ -149,8 +154,9 @@ class Tiers:
         Arguments as for `CheckpointStore.save`; `moving`: joined keys of buffers, which a forward pass may change.
         `disk`: also to the disk, which then keeps what `keep` says. `remote`: also to the store.
 
-        Returns False when the save before is not done; call again at a later step. Raises CheckpointFailed on every
-        rank when nothing could be begun: then training goes on, or `save_now` does it the slow way.
+        Returns False when the save before is not done, or room is being made on the disk (only what `keep` names
+        stays); call again at a later step. Raises CheckpointFailed on every rank when nothing could be begun: then
+        training goes on, or `save_now` does it the slow way.
         """
         if self.off:
             raise CheckpointFailed(self.off)
@@ -167,11 +173,10 @@ class Tiers:
             elif bound is not self._bound:
                 bound.sources = self._image.sources(flat)
                 self._bound = bound
-            self._begin(step, flat, moving, meta, rank_state, disk, remote, keep)
+            return self._begin(step, flat, moving, meta, rank_state, disk, remote, keep)
         except NoImage as problem:
             self.off = f"no asynchronous saves: {problem}"
             raise CheckpointFailed(self.off) from problem
-        return True
 
     def save_now(
         self,
@@ -198,6 +203,9 @@ class Tiers:
             return events
         try:
             begun = self.save(step, tensors, meta, rank_state, remote=remote, keep=keep)
+            if not begun and self._made_room:
+                self.settle()
+                begun = self.save(step, tensors, meta, rank_state, remote=remote, keep=keep)
         except CheckpointFailed:
             begun = False
         if begun:
@@ -209,14 +217,22 @@ class Tiers:
             events += self.poll()
             if self._control.broadcast(self.published.get("disk")) == step:
                 return events
-        ref = self.disk.save(step, tensors, meta, rank_state, above=self._generation)
+        ref = self.disk.save(
+            step, tensors, meta, rank_state, above=self._generation, make_room=lambda: self._prune(keep, unread=True)
+        )
         self._generation = ref.generation
         self.published["disk"] = step
         size = sum(file.stat().st_size for file in ref.path.iterdir()) if self._control.is_main else 0
-        if self._control.is_main and keep is not None:
-            left = self.disk.prune(keep.last, keep.every, keep.proven).left
-            events += [Event("prune", step, False, text) for text in left]
+        if self._control.is_main:
+            events += [Event("prune", step, False, text) for text in self._prune(keep)]
         return [*events, Event("disk", step, True, bytes=size, path=str(ref.path))]
+
+    def _prune(self, keep: Keep | None, *, unread: bool = False) -> list[str]:
+        """In this process, on rank 0; what should have gone and did not."""
+        if keep is None:
+            return []
+        read_s = self.saver.timeout_s / 2 if unread else _READ_S
+        return self.disk.prune(keep.last, keep.every, keep.proven, read_s=read_s, unread=unread).left
 
     def fence(self) -> None:
         """Returns when the state may change: call it before the optimizer steps, or anything else changes it."""
@@ -295,8 +311,12 @@ class Tiers:
         disk: bool,
         remote: bool,
         keep: Keep | None,
-    ) -> None:
-        plan = self._control.on_main(lambda: self._plan(step, flat, disk), CheckpointFailed, (OSError,))
+    ) -> bool:
+        plan = self._control.on_main(lambda: self._plan(step, flat, disk, keep), CheckpointFailed, (OSError,))
+        self._made_room = plan.waits
+        if plan.waits:
+            self._make_room(step, keep)
+            return False
         self._generation = plan.generation
         if plan.disk_error:
             self._early.append(Event("disk", step, False, plan.disk_error))
@@ -341,6 +361,7 @@ class Tiers:
             if draft
             else None,
             keep=keep,
+            sound=self.disk.contents.sound() if draft else {},
             remote=self._remote(keep) if remote else None,
             deadline_s=self.saver.timeout_s,
         )
@@ -349,6 +370,22 @@ class Tiers:
         self.stager.start(
             self._bound.sources, moving, step, self._host(slot), lambda problem: self._staged(job, problem)
         )
+        return True
+
+    def _make_room(self, step: int, keep: Keep | None) -> None:
+        """Rank 0's saver does it, beside the training."""
+        if self._control.is_main and keep is not None:
+            self._jobs += 1
+            self._in_work = _InWork(self._jobs, step, slot=-1, disk=False)
+            room = Room(
+                id=self._jobs,
+                root=str(self.disk.root),
+                run_id=self.run_id,
+                keep=keep,
+                sound=self.disk.contents.sound(),
+                deadline_s=self.saver.timeout_s,
+            )
+            self.saver.submit(room)
 
     def _remote(self, keep: Keep | None) -> Remote | None:
         place = self.remote
@@ -373,19 +410,22 @@ class Tiers:
         self.saver.tell(Outcome(id=job.id, tier="memory", ok=False, why=f"staging: {problem}"))
         self.saver.release()
 
-    def _plan(self, step: int, flat: Flat, disk: bool) -> _Plan:
+    def _plan(self, step: int, flat: Flat, disk: bool, keep: Keep | None) -> _Plan:
         """On rank 0: a generation above all in sight, the slot that is missed least, room on the disk."""
         assert self.memory is not None
         above = max(self._generation, layout.next_generation(self.memory.root) - 1)
-        draft, error = None, ""
+        draft, error, waits = None, "", False
         if disk:
             try:
                 need = writing.bytes_needed(flat, self._control.size, self._bound.tensor_bytes)
                 draft = writing.claim_here(self.disk.root, self.run_id, step, need, above)
             except (CheckpointFailed, OSError) as problem:
                 error = str(problem)
+                # What this save makes expendable was pruned by none before it.
+                short = isinstance(problem, layout.NoRoom) and not self._made_room
+                waits = short and keep is not None and upkeep.may_go(self.disk.root, keep)
         generation = draft.ref.generation if draft else max(above + 1, layout.next_generation(self.disk.root))
-        return _Plan(generation, self._slots.missed_least(), draft, error)
+        return _Plan(generation, self._slots.missed_least(), draft, error, waits)
 
     def _write_small(self, slot: Slot, flat: Flat, meta: dict[str, Any], rank_state: dict[str, Any]) -> list[str]:
         """Everything but the numbers; returns the names of all files of this rank."""
@@ -422,6 +462,8 @@ class Tiers:
                 continue
             if outcome.ok and outcome.tier in ("memory", "disk", "remote"):
                 self.published[outcome.tier] = work.step
+            if outcome.mark:
+                self.disk.contents.note(Path(outcome.path).name, outcome.mark)
             if outcome.tier == "memory":
                 self._slots.note(work.slot, outcome.ok)
                 if outcome.ok:

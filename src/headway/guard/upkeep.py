@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from headway.guard import layout
+from headway.guard.contents import Contents
 from headway.guard.crash import crash_point
 from headway.guard.layout import CheckpointRef, WorkFolder
 from headway.guard.manifest import MANIFEST, Damaged, read_manifest, size_problems
@@ -17,10 +22,46 @@ DAMAGED = "its content is damaged"
 
 @dataclass(slots=True)
 class Upkeep:
-    """`removed`: names of folders that are gone. `left`: "name: why" for what should have gone and did not."""
+    """`removed`: names of folders that are gone. `left`: "name: why" for what should have gone and did not. `unread`:
+    some stay only because nobody has read them yet."""
 
     removed: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    unread: bool = False
+
+
+class Keep(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays: the last `last`, on the disk also steps that `every` divides, and the newest of step `proven` or
+    before it: what came after that may yet turn out to be harmed by a spike.
+
+    Only a checkpoint that is sound fills a place: a damaged one in it would let the last good one go.
+    """
+
+    last: int
+    every: int | None = None
+    proven: int | None = None
+
+    def of(self, refs: Sequence[CheckpointRef], is_sound: Callable[[CheckpointRef], bool | None]) -> set[CheckpointRef]:
+        """Of `refs`, oldest first. One that is not known (None) stays beside the one that fills the place."""
+        found = {ref for ref in refs if self.every and ref.step % self.every == 0}
+        found |= _newest(refs, self.last, is_sound)
+        if self.proven is not None:
+            found |= _newest([ref for ref in refs if ref.step <= self.proven], 1, is_sound)
+        return found
+
+
+def _newest(
+    refs: Sequence[CheckpointRef], count: int, is_sound: Callable[[CheckpointRef], bool | None]
+) -> set[CheckpointRef]:
+    found = set()
+    for ref in reversed(refs):
+        if not count:
+            break
+        sound = is_sound(ref)
+        if sound is not False:
+            found.add(ref)
+            count -= bool(sound)
+    return found
 
 
 def sweep(root: Path, run_id: str) -> Upkeep:
@@ -41,20 +82,22 @@ def sweep(root: Path, run_id: str) -> Upkeep:
 
 
 def prune(
-    root: Path,
+    contents: Contents,
     run_id: str,
-    keep_last: int,
-    keep_every: int | None,
-    is_verified: Callable[[CheckpointRef], bool],
-    proven: int | None = None,
+    keep: Keep,
+    *,
+    until: float | None = math.inf,
+    unread: bool = False,
 ) -> Upkeep:
-    """Deletes checkpoints of this run that no rule keeps. See `CheckpointStore.prune`.
+    """Deletes checkpoints of this run that `keep` does not name. See `CheckpointStore.prune`.
 
-    proven: the newest one of this step or before it stays, too.
+    until: moment (`time.monotonic`) up to which those that `contents` does not know are read; None reads nothing. One
+    that is not known by then stays, and fills no place.
+    unread: one to be deleted need not be known, where the next save has no room; those that stay in its place are.
     """
     done = Upkeep()
-    sound = []
-    for ref in layout.published(root):
+    whole = []
+    for ref in layout.published(contents.root):
         try:
             manifest = read_manifest(ref)
         except Damaged as problem:
@@ -66,26 +109,30 @@ def prune(
         if problems:
             done.left.append(f"{ref.name}: {problems[0]}")
         else:
-            sound.append(ref)
-    kept = set(sound[-keep_last:])
-    kept |= {ref for ref in sound if keep_every and ref.step % keep_every == 0}
-    kept |= set([ref for ref in sound if proven is not None and ref.step <= proven][-1:])
-    expendable = [ref for ref in sound if ref not in kept]
-    if not expendable:
-        return done
-    # Only after a newer one was verified: sizes alone would keep a corrupt one and delete the last good one.
-    newest = next((ref for ref in reversed(sound) if is_verified(ref)), None)
-    if newest is None:
-        done.left += [f"{ref.name}: no checkpoint could be verified" for ref in expendable]
-        return done
-    for ref in expendable:
-        if ref == newest:
+            whole.append(ref)
+
+    @functools.cache
+    def is_sound(ref: CheckpointRef) -> bool | None:
+        sound = contents.is_sound(ref, until)
+        done.unread |= sound is None
+        return sound
+
+    kept = keep.of(whole, is_sound)
+    for ref in whole:
+        if ref in kept:
             continue
-        if is_verified(ref):
+        sound = contents.is_sound(ref, None) if unread else is_sound(ref)
+        if sound or (unread and sound is None):
             _delete(ref, run_id, done)
-        else:  # how it came to be so is worth a look, and it goes with one command
+        elif sound is False:  # how it came to be so is worth a look, and it goes with one command
             done.left.append(f"{ref.name}: {DAMAGED}; `headway checkpoint verify` says where, remove it by hand")
     return done
+
+
+def may_go(root: Path, keep: Keep) -> bool:
+    """Whether there is more than what stays, going by names alone."""
+    refs = layout.published(root)
+    return len(keep.of(refs, lambda ref: True)) < len(refs)
 
 
 def abandon(root: Path, run_id: str, steps_from: int, above: int) -> Upkeep:

@@ -13,7 +13,7 @@ import os
 import shutil
 import socket
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from headway.guard import layout
 from headway.guard.control import Control
 from headway.guard.crash import crash_point
 from headway.guard.hashing import FileEntry, hash_file
-from headway.guard.layout import CheckpointFailed, CheckpointRef
+from headway.guard.layout import CheckpointFailed, CheckpointRef, NoRoom
 from headway.guard.manifest import Manifest, sync_file, write_durably
 from headway.guard.publishing import commit, explained, now
 from headway.guard.tree import Flat, part_bytes
@@ -53,19 +53,36 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def claim(control: Control, root: Path, run_id: str, step: int, flat: Flat, above: int) -> Draft:
+def claim(
+    control: Control,
+    root: Path,
+    run_id: str,
+    step: int,
+    flat: Flat,
+    above: int,
+    make_room: Callable[[], object] | None = None,
+) -> Draft:
     """Makes the partial folder, of a generation over `above`, after looking whether the disk has room.
 
-    Raises CheckpointFailed on every rank.
+    `make_room`: deletes what is no longer needed, on rank 0, where there is too little. Raises CheckpointFailed on
+    every rank.
     """
 
-    return control.on_main(
-        lambda: claim_here(root, run_id, step, bytes_needed(flat, control.size), above), CheckpointFailed, _EXPECTED
-    )
+    def act() -> Draft:
+        need = bytes_needed(flat, control.size)
+        try:
+            return claim_here(root, run_id, step, need, above)
+        except NoRoom:
+            if make_room is None:
+                raise
+            make_room()
+            return claim_here(root, run_id, step, need, above)
+
+    return control.on_main(act, CheckpointFailed, _EXPECTED)
 
 
 def claim_here(root: Path, run_id: str, step: int, need: int, above: int) -> Draft:
-    """The same, in this process alone, for `need` bytes. Raises CheckpointFailed or OSError."""
+    """The same, in this process alone, for `need` bytes. Raises CheckpointFailed (NoRoom) or OSError."""
     root.mkdir(parents=True, exist_ok=True)
     _check_space(root, need)
     while True:
@@ -237,7 +254,7 @@ def bytes_needed(flat: Flat, ranks: int, tensor_bytes: int | None = None) -> int
 def _check_space(root: Path, need: int) -> None:
     free = shutil.disk_usage(root).free
     if free < need:
-        raise CheckpointFailed(
+        raise NoRoom(
             f"too little space for a checkpoint in {root}: about {need / 1e6:,.1f} MB needed, {free / 1e6:,.1f} MB "
             "free; make room, or set `out` elsewhere"
         )

@@ -17,9 +17,9 @@ from headway.bench.faults.case import Case
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.memory import SHARED_MEMORY
 from headway.guard.rng import rng_state, set_rng_state
-from headway.guard.save_job import Keep
 from headway.guard.tiers import Event, Tiers
 from headway.guard.training_state import Capture, restore
+from headway.guard.upkeep import Keep
 
 
 class SmallState:
