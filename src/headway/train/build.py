@@ -180,11 +180,13 @@ def _build(
     kept = [p for p in model.module.parameters() if p.requires_grad or config.model.lora is None]
     saved, optimizer_size = sum(p.numel() * p.element_size() for p in kept), optimizer_bytes * place.layout.shard
     if every["memory"] == "auto":
-        to_come = optimizer_bytes * place.ranks_here if place.device.type == "cpu" else 0.0
+        # A resume has the optimizer's state already.
+        to_come = optimizer_bytes * place.ranks_here if place.device.type == "cpu" and found is None else 0.0
         why_none = no_room(config.checkpoint, tiers, saved + optimizer_size, to_come, place.world)
         if why_none:
             every["memory"] = None
-            say(f"checkpoints: {why_none}")
+            if tiers.memory is not None:  # else `describe_places` says it
+                say(f"checkpoints: {why_none}")
     spikes_a_step = SPIKES_A_STEP if config.guard.spikes == "act" else 0.0
     cadence = Cadence(every, place.world, failures, device_s, control(), say, spikes=spikes_a_step)
     saves = Saves(config.checkpoint, tiers, reporter, say, cadence, lambda: run_clock.account().wall_ns / 1e9)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shutil
 from pathlib import Path
 
@@ -40,7 +42,8 @@ def _no_room_here(config: CheckpointConfig, tiers: Tiers, size: float, to_come: 
         return tiers.off
     rooms = config.keep_memory + 1 + tiers.has_peers  # a neighbour's copy lies here, too
     need = rooms * size * len(tiers.node_ranks) / ranks
-    free = min(free_on_host() - to_come, float(shutil.disk_usage(tiers.memory.root).free))
+    old = _taken(tiers.memory.root)
+    free = min(free_on_host() - to_come, float(shutil.disk_usage(tiers.memory.root).free)) + old
     if need <= _MOST_OF_FREE * free:
         return ""
     return (
@@ -68,7 +71,7 @@ def describe(
     elif saves:
         rooms = config.keep_memory + 1 + tiers.has_peers
         here = size * len(tiers.node_ranks) / ranks
-        free = shutil.disk_usage(tiers.memory.root).free
+        free = shutil.disk_usage(tiers.memory.root).free + _taken(tiers.memory.root)
         every = f"{_every(memory_every)} and " if memory_every is not None else ""
         lines.append(
             f"memory: {every}on the way to the disk, {rooms} x {here / GB:,.2f} GB of {free / GB:,.2f} GB in "
@@ -78,13 +81,30 @@ def describe(
     root = next(path for path in (tiers.disk.root, *tiers.disk.root.parents) if path.is_dir())
     lines.append(
         f"disk: {when}, keeps {config.keep}{f' and every {config.keep_every}' if config.keep_every else ''}: up to "
-        f"{(config.keep + 1) * size / GB:,.2f} GB of {shutil.disk_usage(root).free / GB:,.2f} GB free"
+        f"{_rooms(config.keep) * size / GB:,.2f} GB of {shutil.disk_usage(root).free / GB:,.2f} GB free"
     )
     if config.remote is not None and tiers.remote is not None:
         when = f"every {config.remote.every} steps" if config.remote.every is not None else "what goes to the disk"
         keep = config.remote.keep
-        lines.append(f"remote: {when}, keeps {keep}: {keep * size / GB:,.2f} GB in {tiers.remote.url}")
+        lines.append(f"remote: {when}, keeps {keep}: up to {_rooms(keep) * size / GB:,.2f} GB in {tiers.remote.url}")
     return lines
+
+
+def _rooms(keep: int) -> int:
+    """Checkpoints that lie there at once: the newest, one with 32 clean steps behind it, and one that is written."""
+    return keep + 2
+
+
+def _taken(root: Path) -> int:
+    """Bytes that this run's memory checkpoints of before a restart (its own, its neighbours') still hold: new ones come
+    in their place. Files with several names count once."""
+    found = {}
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(OSError):
+                stat = os.stat(os.path.join(folder, name))
+                found[stat.st_dev, stat.st_ino] = stat.st_blocks * 512
+    return sum(found.values())
 
 
 def _every(every: int | str) -> str:
