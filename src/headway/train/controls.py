@@ -32,8 +32,11 @@ class Control:
     gradient: float
 
     def is_normal(self, figures: Figures) -> bool:
-        seen = figures.watched() if figures.finite else {}
-        return figures.finite and seen[LOSS] <= self.loss and seen[GRADIENT] <= self.gradient
+        if not figures.finite:
+            return False
+        # No gradient at all is none to go on from: weights that came back all zero have a finite loss, and that.
+        seen = figures.watched()
+        return seen.get(LOSS, math.inf) <= self.loss and seen.get(GRADIENT, math.inf) <= self.gradient
 
 
 @dataclass
@@ -60,11 +63,10 @@ class Controls:
         }
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """What a checkpoint knows. Positions in other data mean other documents, and are dropped."""
-        if state is None or state["data"] != self.data:
-            return
-        kept = (
-            Control(step, Position.from_dict(position), loss, gradient)
-            for step, position, loss, gradient in state["kept"]
-        )
+        """What a checkpoint knows, and no more: later batches kept to limits that an older state need not keep to.
+
+        Positions in other data mean other documents; None: made before there were controls.
+        """
+        known = state["kept"] if state is not None and state["data"] == self.data else []
+        kept = (Control(step, Position.from_dict(position), loss, gradient) for step, position, loss, gradient in known)
         self.kept = deque(kept, _KEPT)
