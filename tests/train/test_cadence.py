@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headway.config.checkpoint import CheckpointConfig
+from headway.config.checkpoint import CheckpointConfig, RemoteConfig
 from headway.guard.control import Control
 from headway.train import places
 from headway.train.cadence import FIRST_STEPS, SPIKES_A_STEP, YOUNG_S, Cadence
@@ -94,6 +94,20 @@ def test_memory_checkpoints_are_as_frequent_as_spikes_ask_for() -> None:
     assert [_measured(without, number) for number in range(1, 8)][-1] > 1000, "planted: failures alone ask for hours"
 
 
+@pytest.mark.parametrize("memory_every", [None, 50])
+def test_what_spikes_ask_for_is_said_only_where_it_is_done(memory_every: int | None) -> None:
+    """A save for the disk comes by the memory, so what a memory checkpoint costs is known without any."""
+    said: list[str] = []
+    found = cadence(said, disk="auto", memory=memory_every, remote=None)
+    found.spikes = SPIKES_A_STEP
+    found.meter.step(2.0, False)
+    found.meter.begun(0.2)
+    for tier in ("memory", "disk"):
+        found.meter.published(tier, 3.0)
+    found.decide(1000, {"disk"}, 1000.0)
+    assert any("disk: every" in line for line in said) and not any("for the sake of spikes" in line for line in said)
+
+
 def _measured(found: Cadence, number: int) -> int:
     """Another save of 0.2 s, steps being 2 s long; the interval after it."""
     found.meter.step(2.0, False)
@@ -121,3 +135,39 @@ def test_memory_that_was_not_asked_for_is_at_most_half_of_what_is_free(
     assert "more than half of the 7.00 GB" in why(4e9, to_come=3e9), "the optimizer's state is not there yet"
     assert "6.00 GB" in why(4e9, has_peers=True), "and the neighbour's part"
     assert why(1.0, memory=None, off="no shared memory") == "no shared memory"
+
+
+def test_what_lies_in_memory_since_before_a_restart_counts_as_free(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is the run's own, and new ones come in its place: else a run that fitted does not after its first death."""
+    tiers = SimpleNamespace(
+        memory=SimpleNamespace(root=tmp_path),
+        node_ranks=[0],
+        has_peers=False,
+        disk=SimpleNamespace(control=Control(None), root=tmp_path),
+        remote=SimpleNamespace(url="s3://bucket/run"),
+    )
+    monkeypatch.setattr(places, "free_on_host", lambda: 8e6)
+    monkeypatch.setattr(places.shutil, "disk_usage", lambda path: SimpleNamespace(free=8e6))
+
+    def fits(size: float) -> bool:
+        return not no_room(CheckpointConfig(), tiers, size, 0.0, ranks=1)  # type: ignore[arg-type]
+
+    assert fits(2e6) and not fits(2.5e6)
+    (tmp_path / "step-1").mkdir()
+    (tmp_path / "step-1" / "shard").write_bytes(bytes(1 << 22))
+    assert fits(2.5e6) and not fits(3.5e6)
+    (tmp_path / ".whole").mkdir()
+    (tmp_path / ".whole" / "shard").hardlink_to(tmp_path / "step-1" / "shard")
+    assert not fits(3.5e6), "the same bytes under another name"
+
+
+def test_a_run_says_how_much_its_checkpoints_may_take(tmp_path: Path) -> None:
+    tiers = SimpleNamespace(
+        memory=None, off="", disk=SimpleNamespace(root=tmp_path), remote=SimpleNamespace(url="s3://bucket/run")
+    )
+    config = CheckpointConfig(every=10, keep=1, remote=RemoteConfig(url="s3://bucket", keep=2))
+    told = places.describe(config, tiers, None, 1_000_000_000, 2e9, ranks=1)  # type: ignore[arg-type]
+    assert "up to 9.00 GB of" in told[-2], "the last, the one with 32 clean steps behind it, the one being written"
+    assert "up to 12.00 GB in s3://bucket/run" in told[-1]

@@ -185,9 +185,9 @@ class Cadence:
         return steps
 
     def _for_spikes(self, steps: dict[str, int]) -> list[str]:
-        """Shortens the memory's interval to what spikes ask for; why, where it does."""
+        """Shortens the memory's interval to what spikes ask for, where it is ours to choose; why, where it does."""
         cost, step_s = self.meter.of("memory"), self.meter.step_s
-        if not self.spikes or cost is None or not step_s:
+        if self.every.get("memory") != "auto" or not self.spikes or cost is None or not step_s:
             return []
         # Young's: a step is lost on average for every two between saves.
         best = math.sqrt(2 * cost.cost_s / step_s / self.spikes)

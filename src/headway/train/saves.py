@@ -12,9 +12,9 @@ from headway.account.events import CheckpointLine
 from headway.config.checkpoint import CheckpointConfig
 from headway.guard.layout import CheckpointFailed
 from headway.guard.process_group import control, is_main
-from headway.guard.save_job import Keep
 from headway.guard.tiers import Event, Tiers
 from headway.guard.tree import Tree
+from headway.guard.upkeep import Keep
 from headway.train.cadence import Cadence, Every
 from headway.train.reporter import Reporter
 
@@ -66,12 +66,19 @@ class Saves:
         self._owed -= self.cadence.too_early(step, self._owed, self.session_s)
         if not self._owed:
             return
-        started = time.perf_counter()
+        if not self.tiers.off and not self._stage(step, snapshot):
+            return  # the save before is not done
         if self.tiers.off:
+            self.cadence.every["memory"] = None  # it would be due for ever
             if "disk" in self._owed:
                 self._block(step, snapshot)
-            self._owed.clear()
-            return
+        # Of a save that failed, too: else the next one is due at the next step.
+        self.cadence.decide(step, self._owed, self.session_s())
+        self._owed = set()
+
+    def _stage(self, step: int, snapshot: Callable[[], Snapshot]) -> bool:
+        """Begins the save beside the training; False while it has to wait. It may find out that there can be none."""
+        started = time.perf_counter()
         state = snapshot()
         try:
             begun = self.tiers.save(
@@ -85,19 +92,18 @@ class Saves:
                 keep=self._keep(step),
             )
         except CheckpointFailed as failure:
-            if self.tiers.off:  # found out just now: this save, too, is made the slow way
+            if self.tiers.off:
                 self.say(f"checkpoints: {self.tiers.off}")
-                if "disk" in self._owed:
-                    self._block(step, snapshot)
             else:
                 self._failed(Event("memory", step, False, str(failure)))
-            self._owed.clear()
-            return
+            return True
         if begun:
-            self._blocked_s = time.perf_counter() - started
-            self.cadence.meter.begun(self._blocked_s)
-            self.cadence.decide(step, self._owed, self.session_s())
-            self._owed = set()
+            self._begun(started)
+        return begun
+
+    def _begun(self, started: float) -> None:
+        self._blocked_s = time.perf_counter() - started
+        self.cadence.meter.begun(self._blocked_s)
 
     def now(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
         """Returns when the state is on the disk; nothing would come after it, so a failure is an error (Stopped).
@@ -132,12 +138,14 @@ class Saves:
         self.tiers.close(over=over)
 
     def _block(self, step: int, snapshot: Callable[[], Snapshot]) -> None:
+        started = time.perf_counter()
         state = snapshot()
         try:
             events = self.tiers.save_now(step, state.tensors, state.meta, state.rank_state, keep=self._keep(step))
         except CheckpointFailed as failure:
             self._failed(Event("disk", step, False, str(failure)))
             return
+        self._begun(started)
         for event in events:
             self._tell(event)
 
