@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from supervised import Place as At
 from supervised import supervise
 
-from headway.guard import vitals_main
+from headway.guard import explain, vitals_main
 from headway.guard.explain import Explainer
 from headway.guard.generation import Place
 from headway.guard.vitals import Card, card_complaints, nic_complaints, nic_counters, read_card, read_vitals
@@ -127,12 +129,23 @@ def test_a_dead_rank_is_told_with_its_card(tmp_path: Path, monkeypatch: pytest.M
     """The whole way: the reader's process, the supervisor, the ledger."""
     monkeypatch.setitem(sys.modules, "pynvml", fake())
     monkeypatch.setattr(vitals_main, "DRIVER", tmp_path)
+    monkeypatch.setattr(explain, "_EVERY_S", 0.0)
+
+    def seen(*args: Any, **options: Any) -> list[Card]:
+        cards = read_vitals(*args, **options)
+        if cards:
+            (tmp_path / "seen").touch()
+        return cards
+
+    monkeypatch.setattr(explain, "read_vitals", seen)
 
     def fault(place: At) -> None:
         if place.rank == 1 and place.step == 7 and place.once("failed"):
+            while not (tmp_path / "seen").exists():  # how fast the reader's process starts is not what is tested
+                time.sleep(0.01)
             raise ValueError("a number came out wrong")
 
-    ended = supervise(tmp_path, fault, step_s=0.05)
+    ended = supervise(tmp_path, fault, hang_least_s=60.0)
     (incident,) = ended.incidents
     assert ended.code == 0 and "a number came out wrong" in incident.evidence
     assert "card 1: 91 °C, throttled (hardware thermal slowdown), clock 1200 of 1980 MHz" in incident.evidence
