@@ -19,7 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from headway.account.errors import UserError
+from headway.account.errors import Stopped, UserError
 from headway.account.events import Incident
 from headway.guard.beacon import Beacon, light_beacon
 from headway.guard.failure import record_failure
@@ -86,6 +86,10 @@ def train(
             beacon.finish_step(len(state))
             beacon.told()
             stopped = agree_to_stop(stop)
+            if stopped and max_over_ranks(int((folder / "full").exists())):
+                for name in ("full", "slow"):
+                    (folder / name).unlink(missing_ok=True)
+                raise Stopped(f"step {len(state)} could not be saved: no room")
             if stopped or len(state) % every == 0 or len(state) == steps:
                 if env.rank == 0:
                     (folder / "saving").write_text(json.dumps(state))
@@ -116,7 +120,7 @@ def supervise(tmp: Path, fault: Fault, ranks: int = 2, timeout: float = 60.0, **
         except BaseException as error:
             record_failure(error)
             if isinstance(error, UserError):
-                return 2
+                return error.exit_code
             raise
 
     def main() -> None:

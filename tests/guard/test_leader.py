@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 from hypothesis import given
@@ -45,6 +45,9 @@ class Court:
     def decide(self, death: Death, link: str, at: int, pulses: Mapping[int, Pulse]) -> tuple[str | None, int]:
         self.deaths.append(death)
         return None, 0
+
+    def leave(self, final: Report, reports: Iterable[Report]) -> None:
+        self.left = final
 
 
 def status(member: int, beat: int = 1, **more: object) -> Status:
@@ -163,7 +166,7 @@ def test_a_users_mistake_on_one_machine_ends_the_run() -> None:
     assert one.tick(0.1).phase == "end"
     one.roll.note(0.2, status(1, 2, report=Report(generation=0, code=None)))
     order = one.tick(0.2)
-    assert (order.phase, order.code) == ("over", 2)
+    assert (order.phase, order.code, one.court.left.code) == ("over", 2, 2)
 
 
 def test_what_a_death_has_cost_is_known_though_all_is_over_before_anybody_looked() -> None:
@@ -271,3 +274,50 @@ def test_a_machine_that_is_slow_again_and_again_is_left_out_with_the_state_saved
     assert one.tick(0.4).phase == "gather"
     court.slow = False
     assert [seat.host for seat in one.tick(0.5).team] == ["n1"]
+
+
+@pytest.mark.parametrize(("code", "phase"), [(1, "gather"), (2, "over"), (130, "over")])
+def test_a_machine_is_left_out_though_the_state_could_not_be_saved(code: int, phase: str) -> None:
+    court = Court()
+    one = leader(court, 1, 2)
+    for member in (1, 2):
+        one.roll.note(0, status(member))
+    one.tick(0)
+    court.slow, court.out = True, {"n2"}
+    one.roll.note(0.2, status(1, 2, generation=0, pulses={0: pulse(step=7)}))
+    assert one.tick(0.2).pause
+    # The second one has not heard of the pause: its ranks went with the first one's.
+    full = Death(FAILED, 0, 8, "step", "step 7 could not be saved", "full", True, 0)
+    for member in (1, 2):
+        report = Report(generation=0, code=code, death=full if code != 130 else None, why="why")
+        one.roll.note(0.4, status(member, 3, generation=0, report=report))
+    assert one.tick(0.4).phase == "end" and one.tick(0.5).phase == phase
+    if phase == "gather":
+        court.slow = False
+        assert court.deaths == [full] and not one.order.pause
+        assert [seat.host for seat in one.tick(0.6).team] == ["n1"]
+
+
+def test_a_failed_save_that_nobody_but_the_user_asked_for_ends_the_run() -> None:
+    one = leader(Court(), 1, 2)
+    for member in (1, 2):
+        one.roll.note(0, status(member))
+    one.tick(0)
+    full = Death(FAILED, 0, 8, "step", "step 7 could not be saved", "full", True, 0)
+    for member in (1, 2):
+        one.roll.note(0.4, status(member, 2, generation=0, report=Report(generation=0, code=1, death=full)))
+    one.tick(0.4)
+    assert (one.tick(0.5).phase, one.order.code) == ("over", 1)
+
+
+def test_words_of_a_machine_that_does_not_take_part_are_about_nobody() -> None:
+    one = leader(Court(), 1, 2)
+    for member in (1, 2, 3):
+        one.roll.note(0, status(member))
+    one.tick(0)
+    for member, generation in ((1, 0), (2, -1), (3, 0)):
+        words = {rank: f"n{member}" for rank in (2 * member - 2, 2 * member - 1)}
+        one.roll.note(
+            0.2, status(member, 2, generation=generation, vitals={**words, 9: "old"} if member == 3 else words)
+        )
+    assert one.vitals() == {0: "n1", 1: "n1"}  # the second's are of the generation before, the third is a spare

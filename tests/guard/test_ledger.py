@@ -48,7 +48,7 @@ def test_a_listener_that_raises_stops_nobody(tmp_path: Path, capfd: pytest.Captu
     def broken(incident: Incident) -> None:
         raise RuntimeError("planted")
 
-    ledger = Ledger(tmp_path / "incidents.jsonl", listeners=[broken])
-    ledger.listen(lambda incident: heard.append(incident.fault))
+    listeners = [broken, lambda incident: heard.append(incident.fault)]
+    ledger = Ledger(tmp_path / "incidents.jsonl", listeners=listeners)
     ledger.record("hang", 1)
     assert heard == ["hang"] and "alert: RuntimeError: planted" in capfd.readouterr().err

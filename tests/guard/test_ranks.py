@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.account.errors import UserError
-from headway.guard.ranks import LAUNCHER_VARIABLE, RankEnv, read_rank_env
+from headway.guard.ranks import (
+    GENERATION_VARIABLE,
+    LAUNCHER_VARIABLE,
+    RankEnv,
+    read_rank_env,
+    restart_of,
+    supervised_restart,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -143,3 +150,9 @@ def test_every_rank_of_every_layout_is_read_back(nodes: int, per_node: int, data
     found = read_rank_env(slurm | master)
     assert found == (None if size == 1 else RankEnv(rank, local, size, per_node, "host", 1234, "slurm"))
     assert read_rank_env(slurm | plain | master) == expected  # both, and they agree
+
+
+def test_only_our_own_supervisor_is_said_to_have_written_a_death_down() -> None:
+    again = TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}
+    assert restart_of(again) == 1 and not supervised_restart(again) and not supervised_restart({})
+    assert not supervised_restart({GENERATION_VARIABLE: "0"}) and supervised_restart({GENERATION_VARIABLE: "1"})

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
+import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headway.account.errors import UserError
 from headway.account.events import RankLine
-from headway.guard.alone import devices_of
+from headway.guard.cards import card_of, card_places, devices_of
 from headway.guard.contention import CpuWait
 from headway.guard.hosts import HostList
 from headway.guard.ledger import Ledger
-from headway.guard.rank_lines import RankLines
-from headway.guard.straggler import WAITED, StepJoin, StragglerWatch
+from headway.guard.rank_lines import AllLines, RankLines
+from headway.guard.straggler import WAITED, StepJoin, StragglerWatch, medians_of_the_others
 from headway.guard.watching import SLOW, SlowRanks
 from headway.record.incidents import read_incidents
 from headway.record.jsonl import JsonlWriter
@@ -161,6 +165,30 @@ def test_an_episode_is_one_incident_that_is_amended(tmp_path: Path) -> None:
     assert "2 times" in incident.evidence and f"first in step {incident.step}" in incident.evidence
 
 
+def test_files_that_cannot_be_read_for_a_while_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared file system that stalls, under the machine that leads: its signs of life must go on."""
+    path, answers, real = tmp_path / "0.jsonl", threading.Event(), RankLines.new
+    path.touch()
+    writer = JsonlWriter(path)
+    lines = AllLines([path], apart=True)
+    lines.rest(60)
+
+    def stalls(reader: RankLines) -> list[RankLine]:
+        assert answers.wait(60)
+        return list(real(reader))
+
+    monkeypatch.setattr(RankLines, "new", stalls)
+    writer.append(RankLine(session=0, step=1, rank=0, wall_ns=9, account={"data": 1}))
+    for _ in range(5):
+        assert lines.new() == []
+    answers.set()
+    lines.rest(60)
+    assert [(rank, line.step) for rank, line in lines.new()] == [(0, 1)]
+    lines.rest(60)
+    assert lines.new() == []
+    lines.rest(60)
+
+
 def test_lines_of_growing_files_are_joined_by_step(tmp_path: Path) -> None:
     paths = [tmp_path / f"{rank}.jsonl" for rank in (0, 1)]
     writers = [JsonlWriter(path) for path in paths]
@@ -207,6 +235,28 @@ def test_a_host_is_excluded_after_its_own_incidents_and_readmitted(tmp_path: Pat
 
 def test_places_with_a_device_become_visible_devices() -> None:
     assert devices_of(["n/cuda:0", "n/cuda:3"]) == {"CUDA_VISIBLE_DEVICES": "0,3"} and devices_of(["n", "n"]) == {}
+
+
+@pytest.mark.parametrize("cards", ["4,5,7", "GPU-8932f937,GPU-0c11,GPU-77", "MIG-GPU-5/1/0,MIG-GPU-5/2/0,MIG-1f"])
+def test_a_run_gets_the_cards_that_it_was_given_and_no_others(cards: str) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": cards}
+    team = card_places("n", 3, environ)
+    assert devices_of(team) == environ and len(set(team)) == 3
+    assert devices_of([team[0], team[2]])["CUDA_VISIBLE_DEVICES"].split(",") == cards.split(",")[::2]
+    assert devices_of(card_places("n", 2, environ))["CUDA_VISIBLE_DEVICES"] == cards.rpartition(",")[0]
+    assert devices_of(card_places("n", 5, environ)) == environ, "more ranks than cards: nobody else's"
+
+
+def test_a_rank_is_explained_by_its_own_card_or_by_none() -> None:
+    assert [card_of(1, {}), card_of(1, {"CUDA_VISIBLE_DEVICES": "4, 5"})] == [1, 5]
+    assert [card_of(1, {"CUDA_VISIBLE_DEVICES": text}) for text in ("", "4", "GPU-1,GPU-2")] == [None, None, None]
+
+
+@given(st.lists(st.one_of(st.integers(0, 10**12), st.floats(0, 1e12)), min_size=2, max_size=9))
+def test_medians_of_the_others_are_those_of_the_others(values: list[float]) -> None:
+    found = medians_of_the_others(dict(enumerate(values)))
+    for rank in range(len(values)):
+        assert found[rank] == statistics.median(values[:rank] + values[rank + 1 :])
 
 
 def test_waiting_for_a_cpu_is_counted_where_the_system_tells(tmp_path: Path) -> None:

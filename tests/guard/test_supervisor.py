@@ -12,12 +12,22 @@ from supervised import Place, supervise, twin
 
 from headway.account.errors import UserError
 from headway.guard.deaths import Death, Judgement
+from headway.guard.watching import Watch
+from headway.train.unended import is_an_end
+from headway.watch.incidents import is_failure
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux")
 
 
 def nothing(place: Place) -> None:
     pass
+
+
+def until_asked_to_stop() -> None:
+    """Returns when the supervisor's signal has reached this rank."""
+    stop, until = signal.getsignal(signal.SIGTERM).__self__, time.monotonic() + 30  # type: ignore[union-attr]
+    while not stop.requested and time.monotonic() < until:
+        time.sleep(0.01)
 
 
 def test_an_undisturbed_run_has_no_incident(tmp_path: Path) -> None:
@@ -116,12 +126,69 @@ def test_sigterm_saves_and_is_no_failure(tmp_path: Path) -> None:
     def fault(place: Place) -> None:
         if place.rank == 0 and place.step == 6 and place.once("told"):
             os.kill(os.getppid(), signal.SIGTERM)
-            time.sleep(0.2)
+            until_asked_to_stop()
 
     ended = supervise(tmp_path, fault)
     assert (ended.code, ended.incidents) == (75, []) and len(ended.state) in (6, 7)
     again = supervise(tmp_path, nothing)
     assert again.code == 0 and again.state == twin()
+
+
+def test_a_place_that_is_left_out_while_the_disk_is_full_costs_steps_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The supervisor wants the ranks to leave, and they cannot save; the user wanted nothing."""
+    monkeypatch.setattr(Watch, "evict", property(lambda watch: (tmp_path / "slow").exists()))
+
+    def fault(place: Place) -> None:
+        if place.rank == 0 and place.step == 6 and place.once("evicted"):
+            (tmp_path / "full").touch()
+            (tmp_path / "slow").touch()
+            until_asked_to_stop()
+
+    ended = supervise(tmp_path, fault, hang_least_s=60.0)
+    (incident,) = ended.incidents
+    assert ended.code == 0 and ended.state == twin(), ended.err
+    assert incident.fault == "rank failed" and "could not be saved: no room" in incident.evidence
+    assert incident.action.startswith("restarted")
+
+
+def test_a_save_that_fails_when_the_user_stops_the_run_ends_it(tmp_path: Path) -> None:
+    def fault(place: Place) -> None:
+        if place.rank == 0 and place.step == 6 and place.once("told"):
+            (tmp_path / "full").touch()
+            os.kill(os.getppid(), signal.SIGTERM)
+            until_asked_to_stop()
+
+    ended = supervise(tmp_path, fault)
+    assert (ended.code, ended.incidents) == (1, [])
+
+
+def test_a_mistake_that_cuts_rank_0_off_is_known_to_be_no_death(tmp_path: Path) -> None:
+    def fault(place: Place) -> None:
+        if place.step == 7:
+            if place.rank == 1:
+                raise UserError("data: no such file")
+            time.sleep(60)
+
+    ended = supervise(tmp_path, fault, grace_s=0.1)
+    (incident,) = ended.incidents
+    assert (ended.code, incident.fault, incident.step) == (2, "stopped", 6)
+    assert "data: no such file" in incident.evidence and is_an_end(incident) and not is_failure(incident)
+
+
+def test_a_second_ctrl_c_is_known_to_be_no_death(tmp_path: Path) -> None:
+    def fault(place: Place) -> None:
+        if place.rank == 0 and place.step == 6:
+            os.kill(os.getppid(), signal.SIGINT)
+            until_asked_to_stop()
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(60)
+
+    ended = supervise(tmp_path, fault)
+    (incident,) = ended.incidents
+    assert (ended.code, incident.fault) == (130, "stopped") and "second Ctrl-C" in incident.evidence
+    assert is_an_end(incident) and not is_failure(incident)
 
 
 def death(step: int, signature: str = "signal 9", begun: bool = True) -> Death:

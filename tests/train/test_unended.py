@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from types import SimpleNamespace as Any
 
+import pytest
+
+from headway.account.events import Incident, SessionStart
+from headway.account.run_clock import RunClock
+from headway.config.load import load_run
+from headway.record.folder import RunFolder
+from headway.record.jsonl import JsonlWriter
 from headway.record.sessions import History
+from headway.train.build import build_run
 from headway.train.unended import unended
+from tiny import run_file
 
 
 def history(last: int, *, end: object = None, resumed_from: int = 0) -> History:
@@ -22,6 +33,30 @@ def test_steps_behind_the_checkpoint_are_lost_with_the_seconds_that_they_took() 
 
 def test_a_session_that_ended_or_whose_death_is_known_is_not_told_of() -> None:
     assert unended(History(), 0, []) is None
-    assert unended(history(9, end=object()), 3, []) is None
+    assert unended(history(9, end=Any(reason="preempted")), 3, []) is None
+    assert unended(history(9, end=Any(reason="failed")), 3, []) is None, "who ran it saw it fail"
     assert unended(history(9), 3, [109.5]) is None, "its supervisor wrote it down"
     assert unended(history(9), 3, [104.0]) == (9, 6, 12.0), "that was an earlier one"
+
+
+def test_a_session_that_failed_counts_where_a_launcher_that_writes_nothing_down_started_anew() -> None:
+    assert unended(history(9, end=Any(reason="failed")), 3, [], failed_too=True) == (9, 6, 12.0)
+    assert unended(history(9, end=Any(reason="failed")), 3, [109.5], failed_too=True) is None, "it has said why"
+    assert unended(history(9, end=Any(reason="done")), 3, [], failed_too=True) is None
+
+
+def test_listeners_hear_what_a_start_says_of_the_session_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alerts: launcher and ranks were killed at once, and something started them again. Under torchrun, too."""
+    config = load_run(run_file(tmp_path, train={"steps": 1}), []).config
+    heard: list[Incident] = []
+    for restarts, evidence in (("0", "launcher and ranks, or their machine, died"), ("1", "started all ranks again")):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+        writer = JsonlWriter(RunFolder(config.folder).create().metrics)
+        writer.append(SessionStart(session=8, time=time.time(), resumed_from=0, world_size=1, steps=1, device="cpu"))
+        writer.close()
+        run = build_run(config, None, RunClock(), list, lambda text: None, listeners=[heard.append])
+        run.close("interrupted")
+        assert heard[-1].fault == "run killed" and evidence in heard[-1].evidence
+    assert len(heard) == 2

@@ -128,9 +128,11 @@ def _places(config: RunConfig, ranks: int) -> list[str]:
     """A GPU can be taken out by itself; a CPU is its host."""
     import torch
 
+    from headway.guard.cards import card_places
+
     host = socket.gethostname()
     on_gpu = config.device != "cpu" and torch.cuda.device_count() > 0
-    return [f"{host}/cuda:{rank}" if on_gpu else host for rank in range(ranks)]
+    return card_places(host, ranks, os.environ) if on_gpu else [host] * ranks
 
 
 def _may_fork(config: RunConfig) -> bool:
@@ -196,9 +198,8 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
             progress=progress() if main and not json else None,
             hook=lambda place: _periodic_trace(config, place),
             beacon=beacon,
+            listeners=_alerts(config),
         )
-        for alerts in _alerts(config):
-            run.reporter.ledger.listen(alerts)
         reason = run_loop(run)
     except BaseException as error:
         # First of all, or the launcher would name a rank that only fell with this one.

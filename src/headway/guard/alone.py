@@ -10,6 +10,7 @@ from pathlib import Path
 from headway.account.run_clock import LOST
 from headway.guard import launch
 from headway.guard.beacon import Pulse
+from headway.guard.cards import devices_of
 from headway.guard.explain import Explainer
 from headway.guard.generation import Place
 from headway.guard.group import Turn
@@ -17,7 +18,7 @@ from headway.guard.recovery import Recovery
 from headway.guard.rendezvous import store
 from headway.guard.report import Report
 from headway.guard.signals import EXIT_PREEMPTED
-from headway.guard.waiting import Rank, Signals, Watched, Watcher
+from headway.guard.waiting import BAD_NEWS, Rank, Signals, Watched, Watcher
 from headway.guard.watching import Lost, Watch, condemned, read_pulses
 
 MakeWatch = Callable[[Sequence[str], Lost | None], Watch]
@@ -74,7 +75,7 @@ class Alone:
             nonlocal found
             if found:
                 return None
-            self._explainer.said = self._explainer.of_ranks(turn.place, turn.settings)
+            self._explainer.look(turn.place, turn.settings)
             hang = watch.look(read_pulses(folder, turn.place), {rank.rank for rank in alive})
             found = hang is not None
             if watch.evict and not found and not self._paused:
@@ -92,8 +93,11 @@ class Alone:
         if report.code == EXIT_PREEMPTED and self._paused and not self._signals.received:
             self._lost = None
             return
-        if report.code is not None:
+        # It was our wish that they leave: that the state could not be saved is no reason to end the run.
+        unsaved = self._paused and not self._signals.received and report.code == BAD_NEWS and report.death is not None
+        if report.code is not None and not unsaved:
             self._code = report.code
+            self._recovery.leave(report, [report])
             return
         assert report.death is not None
         incident, hopeless = self._recovery.decide(report.death, self._team, report.furthest, report.link)
@@ -101,10 +105,4 @@ class Alone:
             launch.say(f"stopped: {hopeless}; the newest checkpoint is kept")
             self._code = report.exit_code
             return
-        self._lost = Lost.of(incident, report.detected_ns, pulses)
-
-
-def devices_of(team: Sequence[str]) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES for places that name a device ("host/cuda:3"); nothing for others."""
-    devices = [place.rpartition("/cuda:")[2] for place in team if "/cuda:" in place]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
+        self._lost = Lost.of(incident, report.detected_ns, pulses, self._team)

@@ -3,55 +3,53 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Generic, TypeVar
 
+from headway.guard.cards import card_of
 from headway.guard.generation import Place
-from headway.guard.vitals import (
-    Card,
-    card_complaints,
-    disk_complaints,
-    nic_complaints,
-    nic_counters,
-    read_vitals,
-)
+from headway.guard.vitals import RECENT_S, Card, card_complaints, nic_complaints, read_vitals
 
-_EVERY_S = 1.0
+Reading = TypeVar("Reading")
 
 
 class Explainer:
-    """What is wrong with this machine's parts, in words. `said`: of other machines' ranks, as their agents told.
+    """What is wrong with this machine's parts, in words. `said`: of the ranks here and, where this machine leads, of
+    all others too, as their agents told.
 
-    folder: where `vitals_main` writes. disk: where the run's checkpoints go.
+    folder: where `vitals_main` writes. environ: what the ranks are started from.
     """
 
-    def __init__(self, folder: Path, disk: Path) -> None:
-        self._folder, self._disk = folder, disk
-        self._first: dict[int, Card] = {}
-        self._nics = nic_counters()
-        self._found: dict[int, str] = {}
-        self._next = 0.0
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        self._folder, self._environ = folder, environ
+        self._cards: defaultdict[int, _Before[Card]] = defaultdict(_Before)
+        self._nics: _Before[Mapping[str, int]] = _Before()
         self.said: dict[int, str] = {}
 
     def of_ranks(self, place: Place, settings: Mapping[str, str]) -> dict[int, str]:
-        """The ranks here of which there is something to tell; looked at once a second."""
-        if time.monotonic() < self._next:
-            return self._found
-        self._next = time.monotonic() + _EVERY_S
-        cards = {card.index: card for card in read_vitals(self._folder)}
-        for index, known in cards.items():
-            self._first.setdefault(index, known)
-        common = nic_complaints(nic_counters(), self._nics) + disk_complaints(self._disk)
+        """The ranks here of which there is something to tell. Reads one small file of this machine."""
+        vitals = read_vitals(self._folder)
+        if vitals is None:
+            return {}
+        now, environ = time.monotonic(), {**self._environ, **settings}
+        common = nic_complaints(vitals.nics, self._nics.of(vitals.nics, now)) + vitals.disk
+        cards = {card.index: card_complaints(card, self._cards[card.index].of(card, now)) for card in vitals.cards}
         found = {}
         for local in range(place.here):
-            index = _card_of(local, settings)
-            card = cards.get(index)
-            own = card_complaints(card, self._first.get(index)) if card is not None else []
+            index = card_of(local, environ)
+            own = cards.get(index, []) if index is not None else []
             parts = [f"card {index}: {', '.join(own)}", *common] if own else common
             if parts:
                 found[place.first + local] = "; ".join(parts)
-        self._found = found
         return found
+
+    def look(self, place: Place, settings: Mapping[str, str]) -> None:
+        """Brings `said` up to date for the ranks here."""
+        here = range(place.first, place.first + place.here)
+        self.said = {rank: text for rank, text in self.said.items() if rank not in here}
+        self.said |= self.of_ranks(place, settings)
 
     def add(self, rank: int | None, evidence: str) -> str:
         """Evidence with what is known of that rank's machine."""
@@ -59,6 +57,13 @@ class Explainer:
         return f"{evidence}; {told}" if told else evidence
 
 
-def _card_of(local: int, settings: Mapping[str, str]) -> int:
-    visible = [text.strip() for text in settings.get("CUDA_VISIBLE_DEVICES", "").split(",") if text.strip()]
-    return int(visible[local]) if local < len(visible) and visible[local].isdigit() else local
+class _Before(Generic[Reading]):
+    """The reading of five to ten minutes ago, or the first one."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[float, Reading]] = []
+
+    def of(self, reading: Reading, now: float) -> Reading:
+        if not self._kept or now - self._kept[-1][0] >= RECENT_S:
+            self._kept = [*self._kept[-1:], (now, reading)]
+        return self._kept[0][1]

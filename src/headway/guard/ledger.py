@@ -46,9 +46,6 @@ class Ledger:
         self._unwritten: deque[Incident] = deque(maxlen=_UNWRITTEN)
         self._said = False
 
-    def listen(self, listener: Listener) -> None:
-        self._listeners.append(listener)
-
     def record(
         self,
         fault: str,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,3 +35,43 @@ class RankLines:
                 yield _DECODER.decode(raw)
             except msgspec.DecodeError:
                 continue
+
+
+class AllLines:
+    """The new lines of all ranks' files. apart: a thread that comes and goes reads them, because a shared file system
+    may not answer for seconds, in which the machine that leads would look lost to the others. A process with a thread
+    forks nothing: `rest` before that."""
+
+    def __init__(self, files: Sequence[Path], apart: bool = False) -> None:
+        self._files, self._apart = files, apart
+        self._readers: list[RankLines] = []
+        self._found: list[tuple[int, RankLine]] = []
+        self._thread: threading.Thread | None = None
+        self._ask()
+
+    def new(self) -> list[tuple[int, RankLine]]:
+        """(rank, line), with `apart` what the last call has asked for; nothing while that is not answered."""
+        if self._thread is not None and self._thread.is_alive():
+            return []
+        if not self._apart:
+            self._read()
+        found, self._found = self._found, []
+        if self._apart:
+            self._ask()
+        return found
+
+    def rest(self, timeout_s: float = 0.5) -> None:
+        """Waits for what is being read."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _ask(self) -> None:
+        if not self._apart:
+            self._read()
+            return
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        self._readers = self._readers or [RankLines(path) for path in self._files]
+        self._found += [(rank, line) for rank, reader in enumerate(self._readers) for line in reader.new()]

@@ -56,6 +56,11 @@ def restart_of(environ: Mapping[str, str]) -> int:
     return 0
 
 
+def supervised_restart(environ: Mapping[str, str]) -> bool:
+    """Whether Headway's own supervisor has started the ranks again, and has written down why."""
+    return GENERATION_VARIABLE in environ and _integer(environ, GENERATION_VARIABLE) > 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Task:
     """A process's place according to a job launcher (srun, mpirun)."""

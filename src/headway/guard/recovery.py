@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from headway.account.events import Incident
 from headway.guard.deaths import OF_THE_MACHINE, Death, Judgement
 from headway.guard.hosts import HostList
 from headway.guard.ledger import Ledger
+from headway.guard.report import Report
+from headway.guard.waiting import EXIT_USER
 
+_BY_THE_USER = (EXIT_USER, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 RESTART = "restarted from the newest verified checkpoint"
 
 
@@ -64,6 +68,15 @@ class Recovery:
             link=link,
         )
         return incident, hopeless
+
+    def leave(self, final: Report, reports: Iterable[Report]) -> None:
+        """Writes down why a run ends, where rank 0 was killed before it could say so: else the next start takes it for
+        a death, and a mistake or a second Ctrl-C for a failure. `reports`: all machines' of this generation."""
+        known = list(reports)
+        if final.why and any(report.cut for report in known):
+            meant = final.code in _BY_THE_USER
+            action = f"left with exit code {final.code}: no failure" if meant else "stopped the run"
+            self.ledger.record("stopped", max(one.furthest for one in known), evidence=final.why, action=action)
 
     def too_slow(self, host: str, evidence: str, team: Sequence[str]) -> bool:
         """Counts a slow rank against its host; True when that takes the host out: training can go on without it."""

@@ -106,12 +106,14 @@ class StragglerWatch:
         raw = {rank: self._own(account) for rank, account in accounts.items()}
         had = {rank: _share_with_cpu(account) for rank, account in accounts.items()}
         net = {rank: sum(parts.values()) * had[rank] for rank, parts in raw.items()}
+        usual = {
+            phase: medians_of_the_others({rank: parts.get(phase, 0) for rank, parts in raw.items()}) for phase in _OWN
+        }
+        bases = medians_of_the_others({rank: sum(parts.values()) for rank, parts in raw.items()})
+        bases_net = medians_of_the_others(net)
         self._steps += 1
         for rank, mine in raw.items():
-            others = [parts for other, parts in raw.items() if other != rank]
-            usual = {phase: statistics.median(parts.get(phase, 0) for parts in others) for phase in _OWN}
-            base = statistics.median(sum(parts.values()) for parts in others)
-            base_net = statistics.median(work for other, work in net.items() if other != rank)
+            base, base_net = bases[rank], bases_net[rank]
             if base <= 0 or base_net <= 0:
                 continue
             track = self._tracks.setdefault(rank, self._new())
@@ -120,7 +122,7 @@ class StragglerWatch:
                 track.past.append(statistics.median(list(track.net)[-half:]) - 1)
             track.raw.append(sum(mine.values()) / base)
             track.net.append(net[rank] / base_net)
-            track.excess.append({phase: mine.get(phase, 0) - usual[phase] for phase in _OWN})
+            track.excess.append({phase: mine.get(phase, 0) - usual[phase][rank] for phase in _OWN})
         return [found for rank in accounts for found in self._judge(rank, step)]
 
     def _new(self) -> _Track:
@@ -136,7 +138,7 @@ class StragglerWatch:
         track.slow, track.busy = _ended(track.slow, net < low), _ended(track.busy, raw < low)
         if max(net, raw) < low:
             return
-        slow = self._stands_out(track.net, _ABOVE_NOISE * self._noise(rank, track, low))
+        slow = self._stands_out(track.net) and net >= _ABOVE_NOISE * self._noise(rank, track, low)
         busy = not slow and self._stands_out(track.raw) and not self._stands_out(track.net)
         if slow:
             track.slow, again = self._told(track.slow, step)
@@ -153,13 +155,13 @@ class StragglerWatch:
         """How far the newest window lies above the others."""
         return _middle(list(ratios)[-self.window :]) - 1
 
-    def _stands_out(self, ratios: deque[float], least: float = 0.0) -> bool:
+    def _stands_out(self, ratios: deque[float]) -> bool:
         known, low = list(ratios), self.slow * (1 - _DOUBT) / 2
         if len(known) < 3 * self.window and not _persistent(known[-self.window :], low, _PERSISTENT_AT_FIRST):
             return False
         # In logarithms: a rank that is many times as slow has as many times the noise.
         error = _spread([math.log(max(ratio, 1e-9)) for ratio in known]) / math.sqrt(self.window)
-        if self._excess(ratios) < least or math.log1p(self._excess(ratios)) < _SIGMAS * error:
+        if self._excess(ratios) < 0 or math.log1p(self._excess(ratios)) < _SIGMAS * error:
             return False
         for windows in (1, 2, _HISTORY):  # as far back as it lasts: the longer, the sharper
             newest = known[-windows * self.window :]
@@ -200,6 +202,18 @@ class StragglerWatch:
     def _own(self, account: Mapping[str, int]) -> dict[str, int]:
         paths = (path for path in _OWN if not (self.sharded and path in _WAITS_IN))
         return {path: _total(account, path) for path in paths}
+
+
+def medians_of_the_others(values: Mapping[int, float]) -> dict[int, float]:
+    """For each rank the median of all others' values (two or more ranks), from one sort: at thousands of ranks a sort
+    for each would hold up the supervisor for seconds a step."""
+    order = sorted(values, key=lambda rank: values[rank])
+    known, left = [values[rank] for rank in order], len(order) - 1
+
+    def at(index: int, without: int) -> float:
+        return known[index + (index >= without)]
+
+    return {rank: (at((left - 1) // 2, place) + at(left // 2, place)) / 2 for place, rank in enumerate(order)}
 
 
 def _ended(episode: _Episode | None, recovered: bool) -> _Episode | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -33,7 +34,7 @@ from headway.guard.recovery import Recovery
 from headway.guard.report import Report
 from headway.guard.straggler import StragglerWatch
 from headway.guard.vitals_main import Reader
-from headway.guard.waiting import CLEAN, EXIT_USER, Ended, Signals
+from headway.guard.waiting import BAD_NEWS, CLEAN, EXIT_USER, Ended, Signals
 from headway.guard.watching import Lost, SlowRanks, Watch, read_pulses
 
 
@@ -74,12 +75,13 @@ class Supervisor:
     def run(self) -> int:
         """The exit code: 0, 75 when preempted with the state saved, 2 for a user's mistake, else of what failed."""
         base = launch.rankless(self.ranks, self.env if self.meeting is None else agentless(self.env))
+        self.logs.mkdir(parents=True, exist_ok=True)
         with (
             launch.work_folder() as work,
             launch.received() as signals,
-            Reader(work),
+            Reader(work, self.logs),
             contextlib.closing(self.ledger),
-            self._group(signals, work) as group,
+            self._group(signals, Explainer(work, base)) as group,
         ):
             while True:
                 turn = group.next()
@@ -93,16 +95,17 @@ class Supervisor:
                     generation=turn.generation, grace_s=self.grace_s, watch=group.watch(turn, folder),
                 )  # fmt: skip
                 pulses = read_pulses(folder, turn.place)
+                self._explainer.look(turn.place, turn.settings)
                 group.ended(self._report(turn.generation, ended, pulses, oom, folder, signals), pulses)
 
-    def _group(self, signals: Signals, work: Path) -> AbstractContextManager[Group]:
+    def _group(self, signals: Signals, explainer: Explainer) -> AbstractContextManager[Group]:
         least = self.min_ranks or (self.ranks if self.meeting is None else 1)
         self._recovery = Recovery(self.ledger, least, self.judgement, self.hosts, self.fits)
-        self._explainer = Explainer(work, self.logs)
+        self._explainer = explainer
         if self.meeting is not None:
-            return Agents(self.meeting, self.ranks, self._recovery, self._watch, signals, self._explainer)
+            return Agents(self.meeting, self.ranks, self._recovery, self._watch, signals, explainer)
         places = list(self.places) or [socket.gethostname()] * self.ranks
-        return Alone(places, self._recovery, self._watch, signals, self._explainer)
+        return Alone(places, self._recovery, self._watch, signals, explainer)
 
     def _watch(self, team: Sequence[str], lost: Lost | None) -> Watch:
         slow = None
@@ -111,8 +114,9 @@ class Supervisor:
             slow = SlowRanks(
                 files, StragglerWatch(self.slow, self.sharded), self.ledger, team,
                 lambda place, evidence: self._recovery.too_slow(place, evidence, team), self._explainer.add,
+                apart=self.meeting is not None,
             )  # fmt: skip
-        return Watch(len(team), self._judge, self.ledger, lost, slow)
+        return Watch(team, self._judge, self.ledger, lost, slow, lambda: self._explainer.said)
 
     def _report(
         self,
@@ -125,10 +129,11 @@ class Supervisor:
     ) -> Report:
         code = self._final(ended, signals)
         elsewhere = ended.condemned is not None and isinstance(ended.condemned.why, Elsewhere)
-        death = examine(ended, pulses, oom) if code is None and not elsewhere else None
+        on_purpose = code in (BAD_NEWS, EXIT_USER) and _on_purpose(ended) and not signals.received
+        death = examine(ended, pulses, oom) if (code is None or on_purpose) and not elsewhere else None
         if death is not None:
             death = replace(death, evidence=self._explainer.add(death.rank, death.evidence))
-        if death is not None and death.fault == FAILED and ended.first is not None:
+        if death is not None and death.fault == FAILED and ended.first is not None and not on_purpose:
             launch.show_log(ended.first)
         return Report(
             generation=generation,
@@ -139,12 +144,13 @@ class Supervisor:
             exit_code=_exit_code(ended),
             detected_ns=round(ended.detected * 1e9),
             link=self._keep_stack(death, folder) if death is not None else "",
+            why=_why(ended, signals) if code not in (None, *CLEAN) else "",
+            cut=_is_cut(ended, pulses, signals),
         )
 
     def _final(self, ended: Ended, signals: Signals) -> int | None:
         """The code of a generation after which none follows; None to judge its death."""
-        mistake = ended.code == EXIT_USER or (ended.cause is not None and ended.cause.user)
-        if ended.first is None or mistake or signals.received:
+        if ended.first is None or _on_purpose(ended) or signals.received:
             return launch.verdict(ended, signals)
         return None
 
@@ -159,6 +165,24 @@ class Supervisor:
         except OSError:  # a full disk: the death itself is in the ledger
             return ""
         return f"{self.logs.name}/{kept.name}"
+
+
+def _on_purpose(ended: Ended) -> bool:
+    """Whether a rank left by itself, with a line for the user."""
+    return ended.code == EXIT_USER or (ended.cause is not None and ended.cause.user)
+
+
+def _why(ended: Ended, signals: Signals) -> str:
+    if ended.first is None:
+        return ""
+    return "the ranks were killed on the second Ctrl-C" if signals.insists else launch.how_it_ended(ended)
+
+
+def _is_cut(ended: Ended, pulses: Mapping[int, Pulse], signals: Signals) -> bool:
+    """Whether rank 0 was here, had begun to train, and was killed by us."""
+    zero = next((one for one in ended.ranks if one.rank == 0), None)
+    killed = zero is not None and zero.code == -signal.SIGKILL and (zero.stopped_by_us or signals.insists)
+    return killed and 0 in pulses and pulses[0].begun
 
 
 def _exit_code(ended: Ended) -> int:

@@ -1,12 +1,14 @@
 """What the machine says of itself: cards (NVML), network counters, the disk. They explain a slow or dead rank.
 
-Nothing here decides anything, and everything is optional: what cannot be read is absent. A process of its own asks NVML
-(`vitals_main.py`), because a driver in trouble answers late or never; the supervisor only reads what that wrote.
+Nothing here decides anything, and everything is optional: what cannot be read is absent. A process of its own asks
+(`vitals_main.py`), because a driver in trouble, or a shared file system, answers late or never; the supervisor, which
+must tell others four times a second that it lives, only reads what that wrote.
 """
 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from typing import Any
 import msgspec
 
 FILE = "vitals.json"
+RECENT_S = 300.0
+"""What happened longer ago explains nothing: one rx error of the first day is not why a rank died on the ninth."""
+_STALE_S = 10.0
 _HOT_C = 87
 """Above it data-centre cards slow down by themselves (H100: 87 °C)."""
 _CLOCK_SHARE = 0.8
@@ -31,7 +36,7 @@ _THROTTLES = {
 
 class Card(msgspec.Struct, kw_only=True):
     """One GPU. Degrees Celsius, watts, MHz; counters since the driver was loaded. None: not told. xids: critical events
-    since the reader began."""
+    of the last minutes."""
 
     index: int
     temperature: int | None = None
@@ -43,6 +48,15 @@ class Card(msgspec.Struct, kw_only=True):
     ecc_uncorrected: int | None = None
     pcie_replays: int | None = None
     xids: list[int] = []
+
+
+class Vitals(msgspec.Struct, kw_only=True):
+    """What was told at `at_ns` (monotonic). nics: counters; disk: complaints."""
+
+    at_ns: int
+    cards: list[Card] = []
+    nics: dict[str, int] = {}
+    disk: list[str] = []
 
 
 def read_card(nvml: Any, index: int) -> Card:
@@ -73,7 +87,7 @@ def read_card(nvml: Any, index: int) -> Card:
 
 
 def card_complaints(card: Card, first: Card | None = None) -> list[str]:
-    """What is not as it should be; `first`: the card when the run began, by which counters are counted."""
+    """What is not as it should be; `first`: the card some minutes ago, by which counters are counted."""
     said = []
     if card.temperature is not None and card.temperature >= _HOT_C:
         said.append(f"{card.temperature} °C")
@@ -86,9 +100,9 @@ def card_complaints(card: Card, first: Card | None = None) -> list[str]:
     if card.power is not None and card.power_limit and "power cap" in reasons:
         said.append(f"{card.power:.0f} of {card.power_limit:.0f} W")
     for name, text in (("ecc_uncorrected", "uncorrectable memory errors"), ("pcie_replays", "PCIe replays")):
-        more = (getattr(card, name) or 0) - (getattr(first, name, None) or 0)
-        if more > 0:
-            said.append(f"{more} {text}")
+        now, before = getattr(card, name), getattr(first, name) if first is not None else 0
+        if now is not None and before is not None and now > before:
+            said.append(f"{now - before} {text}")
     if card.xids:
         said.append(f"XID {', '.join(map(str, card.xids))}")
     return said
@@ -123,9 +137,10 @@ def disk_complaints(folder: Path) -> list[str]:
     return [f"the disk is {full:.0%} full"] if full >= _DISK_SHARE else []
 
 
-def read_vitals(folder: Path) -> list[Card]:
-    """What the reading process wrote last; nothing where there is none."""
+def read_vitals(folder: Path) -> Vitals | None:
+    """What the reading process wrote last; None where there is none, or it has stood still since."""
     try:
-        return msgspec.json.decode((folder / FILE).read_bytes(), type=list[Card])
+        vitals = msgspec.json.decode((folder / FILE).read_bytes(), type=Vitals)
     except (OSError, msgspec.DecodeError):
-        return []
+        return None
+    return vitals if time.monotonic_ns() - vitals.at_ns <= _STALE_S * 1e9 else None

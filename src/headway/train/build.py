@@ -27,10 +27,10 @@ from headway.guard.beacon import Beacon, watch_compilation
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.environment import collect_environment
 from headway.guard.folder_lock import FolderLock
-from headway.guard.ledger import Ledger
+from headway.guard.ledger import Ledger, Listener
 from headway.guard.process_group import control
 from headway.guard.quarantine import Quarantine, read_ledger
-from headway.guard.ranks import RankEnv, is_prepared, restart_of
+from headway.guard.ranks import RankEnv, is_prepared, restart_of, supervised_restart
 from headway.guard.signals import StopRequest
 from headway.guard.tiers import Tiers
 from headway.record.files import write_atomic, write_json
@@ -79,8 +79,11 @@ def build_run(
     hook: HookFactory | None = None,
     beacon: Beacon | None = None,
     progress: Callable[[Progress], None] | None = None,
+    listeners: Sequence[Listener] = (),
 ) -> Run:
     """Builds one rank's run. Collective: every rank calls it, and it succeeds or fails on all.
+
+    `listeners`: of this rank's ledger, from its first line on (what a start says of the session before, too).
 
     Raises:
         UserError: anything wrong with the run file, the data, the model, the machine or the checkpoint.
@@ -88,7 +91,7 @@ def build_run(
     lock = FolderLock(config.folder)
     try:
         with run_clock.phase("startup.launch"):
-            return _build(config, rank_env, run_clock, observers, say, lock, hook, beacon, progress)
+            return _build(config, rank_env, run_clock, observers, say, lock, hook, beacon, progress, listeners)
     except BaseException:
         lock.release()
         raise
@@ -104,6 +107,7 @@ def _build(
     hook: HookFactory | None,
     beacon: Beacon | None,
     progress: Callable[[Progress], None] | None,
+    listeners: Sequence[Listener],
 ) -> Run:
     place = find_place(config, rank_env)
     folder = RunFolder(config.folder).create()
@@ -162,12 +166,12 @@ def _build(
         session_totals=Totals(),
         observers=observers(),
         rank_file=PatientWriter(folder.rank(place.rank)),
-        ledger=Ledger(folder.incidents, rank=place.rank),
+        ledger=Ledger(folder.incidents, rank=place.rank, listeners=listeners),
         peak_flops=peak.flops * place.world if peak.flops else None,
         compiled=made.compiles,
     )
-    if not restart_of(os.environ):  # else the supervisor knows what it died of
-        tell_of_the_session_before(folder, state.step, reporter, control())
+    if not supervised_restart(os.environ):  # else the supervisor knows what it died of
+        tell_of_the_session_before(folder, state.step, reporter, control(), anew=restart_of(os.environ) > 0)
     if rank_env is None or rank_env.local_rank == 0:
         end_what_is_left(folder, reporter)
     if beacon is not None and reporter.compiled:

@@ -1,9 +1,11 @@
 """A session without an end: all was killed at once, and nobody was left to write it down. The next start does, and
-ends what is left of it."""
+ends what is left of it. So it does after a restart by torchrun, which writes nothing down."""
 
 from __future__ import annotations
 
+from headway.account.events import Incident
 from headway.guard.control import Control
+from headway.guard.deaths import FAILED
 from headway.guard.orphans import end_stopped
 from headway.record.folder import RunFolder
 from headway.record.incidents import read_incidents
@@ -13,24 +15,34 @@ from headway.train.reporter import Reporter
 KILLED = "run killed"
 
 
-def tell_of_the_session_before(folder: RunFolder, step: int, reporter: Reporter, control: Control) -> None:
+def tell_of_the_session_before(folder: RunFolder, step: int, reporter: Reporter, control: Control, anew: bool) -> None:
     """Adds an incident for the newest session in the run folder, where it neither ended nor was its death written down.
 
-    `step`: the one that this start goes on from. Call it on all ranks, before this session's first line.
+    `step`: the one that this start goes on from. anew: a launcher that writes nothing down has started the ranks again,
+    so a session that failed counts too. Call it on all ranks, before this session's first line.
     """
     if control.is_main:
-        found = unended(read_history(folder), step, [item.time for item in read_incidents(folder.incidents).items
-                                                     if item.action.startswith(("restarted", "stopped"))])  # fmt: skip
+        history = read_history(folder)
+        told = [item.time for item in read_incidents(folder.incidents).items if is_an_end(item)]
+        found = unended(history, step, told, failed_too=anew)
         if found is not None:
             last, lost, seconds = found
+            failed = history.sessions[-1].end is not None
+            how = "failed" if failed else "has no end"
+            who = "launcher and ranks, or their machine, died" if not anew else "its launcher started all ranks again"
             reporter.incident(
-                KILLED,
+                FAILED if failed else KILLED,
                 last + 1,
-                f"the session before has no end: launcher and ranks, or their machine, died behind step {last}",
+                f"the session before {how}: {who} behind step {last}",
                 f"restarted from step {step}",
                 seconds,
                 steps_lost=lost,
             )
+
+
+def is_an_end(incident: Incident) -> bool:
+    """Whether a line says why a session ended."""
+    return incident.fault == "stopped" or incident.action.startswith(("restarted", "stopped"))
 
 
 def end_what_is_left(folder: RunFolder, reporter: Reporter) -> None:
@@ -39,12 +51,15 @@ def end_what_is_left(folder: RunFolder, reporter: Reporter) -> None:
         reporter.local_incident("checkpoint saver died", evidence, "went on: it had published nothing more", 0.0)
 
 
-def unended(history: History, step: int, told: list[float]) -> tuple[int, int, float] | None:
+def unended(history: History, step: int, told: list[float], failed_too: bool = False) -> tuple[int, int, float] | None:
     """(last step, steps to be made again, seconds that those took) of the newest session, None where it ended or its
-    death is known. `told`: when deaths were written down, seconds since the epoch."""
-    if not history.sessions or history.sessions[-1].end is not None:
+    death is known. `told`: when deaths were written down, seconds since the epoch; failed_too: an end that says
+    "failed" is none."""
+    if not history.sessions:
         return None
     session = history.sessions[-1]
+    if session.end is not None and not (failed_too and session.end.reason == "failed"):
+        return None
     heard = session.steps[-1].time if session.steps else session.start.time
     if any(time >= heard for time in told):
         return None

@@ -10,7 +10,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -120,7 +120,8 @@ class Agents:
             nonlocal told
             self._status.pulses = {rank: compact(pulse) for rank, pulse in read_pulses(folder, turn.place).items()}
             self._status.vitals = self._explainer.of_ranks(turn.place, turn.settings)
-            self._explainer.said |= self._status.vitals
+            if self._leader is None:  # else those of all machines are put together with every tick
+                self._explainer.said = dict(self._status.vitals)
             self._tick()
             order = self._order
             if not alive or told:
@@ -141,6 +142,7 @@ class Agents:
         return look
 
     def ended(self, report: Report, pulses: Mapping[int, Pulse]) -> None:
+        self._court.rest()
         self._report, self._paused = report, False
         self._status.report, self._status.running = report, False
         self._status.pulses = {rank: compact(pulse) for rank, pulse in pulses.items()}
@@ -202,8 +204,7 @@ class Agents:
             if name in values:
                 self._leader.roll.note(now, msgspec.json.decode(values[name], type=Status))
         before = self._order
-        others = self._leader.roll.here().values()
-        self._explainer.said = {rank: text for heard in others for rank, text in heard.status.vitals.items()}
+        self._explainer.said = self._leader.vitals()
         self._order = self._leader.tick(now)
         if (before.phase, before.generation) != (self._order.phase, self._order.generation):
             self._door.tell(joined)
@@ -245,9 +246,11 @@ class Agents:
         return next((seat for seat in self._order.team if seat.member == self._joined.number), None)
 
     def _begin(self, seat: Seat) -> Turn:
+        self._court.rest()
         order = self._order
         self._done = self._status.generation = order.generation
-        self._status.running, self._status.report, self._status.pulses = True, None, {}
+        self._status.running, self._status.report = True, None
+        self._status.pulses, self._status.vitals = {}, {}
         self._paused = False
         world = sum(one.ranks for one in order.team)
         settings = {}
@@ -313,10 +316,18 @@ class _Court:
         assert self._watch is not None
         self._watch.settle(pulses)
 
+    def rest(self) -> None:
+        """Before ranks are forked: nothing may run beside it."""
+        if self._watch is not None:
+            self._watch.rest()
+
+    def leave(self, final: Report, reports: Iterable[Report]) -> None:
+        self._recovery.leave(final, reports)
+
     def decide(self, death: Death, link: str, detected_ns: int, pulses: Mapping[int, Pulse]) -> tuple[str | None, int]:
         if self._watch is not None:
             self._watch.settle(pulses)
         furthest = max((pulse.step for pulse in pulses.values()), default=death.step - 1)
         incident, hopeless = self._recovery.decide(death, self._team, furthest, link)
-        self._lost = Lost.of(incident, detected_ns, pulses)
+        self._lost = Lost.of(incident, detected_ns, pulses, self._team)
         return hopeless, self._lost.told_ns

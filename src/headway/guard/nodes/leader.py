@@ -20,6 +20,7 @@ from headway.guard.nodes.messages import Order, Seat, places
 from headway.guard.nodes.roll import Heard, Roll
 from headway.guard.report import Report
 from headway.guard.signals import EXIT_PREEMPTED
+from headway.guard.waiting import BAD_NEWS, CLEAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,9 @@ class Court(Protocol):
 
     def decide(self, death: Death, link: str, detected_ns: int, pulses: Mapping[int, Pulse]) -> tuple[str | None, int]:
         """Writes a death down: why to stop (None: go on), and when (monotonic ns) the run's account ended."""
+
+    def leave(self, final: Report, reports: Iterable[Report]) -> None:
+        """Writes down why the run ends, where rank 0 could not."""
 
 
 @dataclass
@@ -193,7 +197,7 @@ class Leader:
     def _run(self, now: float, here: Mapping[int, Heard]) -> None:
         reports = self._reports(here)
         self._note_lost(now, here)
-        failed = next((one for one in reports.values() if one.code not in (0, EXIT_PREEMPTED)), None)
+        failed = next((one for one in reports.values() if one.code not in CLEAN), None)
         if self._lost:
             self._stop(f"{', '.join(self._host(member) for member in self._lost)} lost")
         elif failed is not None:
@@ -246,9 +250,10 @@ class Leader:
         self._note_lost(now, self.roll.here())
         if any(seat.member not in reports and seat.member not in self._lost for seat in self.order.team):
             return
-        final = [report.code for report in reports.values() if report.code not in (None, 0, EXIT_PREEMPTED)]
-        if final:  # a user's mistake, or killed by the user
-            self._over(final[0] or 1, "")
+        final = next((one for one in reports.values() if self._is_final(one)), None)
+        if final is not None:  # a user's mistake, or killed by the user
+            self.court.leave(final, reports.values())
+            self._over(final.code or 1, "")
             return
         pulses = self._pulses(here)
         link = ""
@@ -259,6 +264,11 @@ class Leader:
             death, link = of_reports(reports.values(), self.order.condemned)
         code = next((report.exit_code for report in reports.values() if report.death is death), 1)
         self._decide(death, link, code, pulses)
+
+    def _is_final(self, report: Report) -> bool:
+        """Not where it was our wish that the ranks leave, and they could not save: that is no reason to end the run."""
+        unsaved = self.order.pause and report.code == BAD_NEWS and report.death is not None
+        return report.code not in (None, *CLEAN) and not unsaved
 
     def _suspect(self, now: float, reports: Mapping[int, Report]) -> None:
         """Where ranks have failed, a machine need be silent for half as long to count as lost: their collectives failed
@@ -303,6 +313,16 @@ class Leader:
             if (heard := self.roll.heard.get(seat.member)) is not None
             for rank, pulse in heard.pulses().items()
             if heard.status.generation == self.order.generation
+        }
+
+    def vitals(self) -> dict[int, str]:
+        """What the machines of this generation say of its ranks; a spare's numbers are of another one."""
+        return {
+            rank: text
+            for seat in self.order.team
+            if (heard := self.roll.heard.get(seat.member)) is not None
+            and heard.status.generation == self.order.generation
+            for rank, text in heard.status.vitals.items()
         }
 
     def _host(self, member: int) -> str:

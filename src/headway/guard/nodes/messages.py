@@ -53,10 +53,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """What all do.
 
     team: the machines of `generation`, the leading one first where it takes part. gather: wait. run: train as
-    `generation`; with `pause`, save and stop, because more machines have come. end: stop `generation` at once
-    (`condemned`: the rank whose fault it is, `why`: in words). over: leave with `code`. gone: agents that counted as
-    lost; one that lives after all joins anew. lost_ago_ns: how long ago the dead generation's account ended, and its
-    death was noticed. refused: agents that must leave, and why.
+    `generation`; with `pause`, save and stop: all start again with more machines, or without a slow one. end: stop
+    `generation` at once (`condemned`: the rank whose fault it is, `why`: in words). over: leave with `code`. gone:
+    agents that counted as lost; one that lives after all joins anew. lost_ago_ns: how long ago the dead generation's
+    account ended, and its death was noticed. refused: agents that must leave, and why.
     """
 
     beat: int = 0
