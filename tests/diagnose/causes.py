@@ -186,6 +186,16 @@ def frees(count: int) -> Kineto:
     return each_step(work)  # fmt: skip
 
 
+def first_use() -> Kineto:
+    """A trace from a process's first kernel on: the first cudaFree sets the device up, and no step has a name."""
+    trace = Kineto()
+    trace.elementwise(5.0)
+    trace.wait("cudaFree", after_us=2_000_000.0)
+    for _ in range(60):
+        clean_step(trace)
+    return trace
+
+
 def loader(waits: list[float]) -> Kineto:
     def work(trace: Kineto, number: int) -> None:
         with trace.annotated("enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"):
@@ -404,22 +414,42 @@ def padded(tokens: int) -> tuple[Kineto, int]:
 
 
 def ranks(folder: Path, late: Callable[[int, int], float], count: int = 4, steps: int = 12) -> list[Path]:
-    """Traces of all ranks of a job. `late(rank, step)` is µs of host work before the collective; all ranks' clocks
-    agree, and a collective ends on all of them when the last has come and the transfer (200 µs) is done."""
+    """Traces of all ranks of a job. `late(rank, step)` is µs of host work before the collective."""
+
+    def work(trace: Kineto, rank: int, step: int) -> None:
+        for _ in range(4):
+            trace.matmul(300.0)
+        if late(rank, step):
+            trace.wait()
+            with trace.annotated("slow_host_work"):
+                trace.host(late(rank, step))
+            trace.matmul(50.0)
+
+    return synchronised(folder, work, count, steps)
+
+
+def throttled(folder: Path) -> list[Path]:
+    """A rank whose device multiplies at half speed, in a loop that annotates itself and waits for its device."""
+
+    def work(trace: Kineto, rank: int, _: int) -> None:
+        with trace.annotated("forward"):
+            for _ in range(4):
+                trace.matmul(600.0 if rank == 3 else 300.0)
+            trace.wait()
+
+    return synchronised(folder, work, 4, 12)
+
+
+def synchronised(folder: Path, work: Callable[[Kineto, int, int], None], count: int, steps: int) -> list[Path]:
+    """Traces of `count` ranks that do `work(trace, rank, step)` and then reduce. All clocks agree, and a collective ends
+    on all of them when the last has come and the transfer (200 µs) is done."""
     made = [Kineto(rank=rank, world=count) for rank in range(count)]
     for step in range(1, steps + 1):
         begun = max(trace.now for trace in made)
         arrivals = []
         for rank, trace in enumerate(made):
             trace.now = begun
-            trace.step_start = begun  # type: ignore[attr-defined]
-            for _ in range(4):
-                trace.matmul(300.0)
-            if late(rank, step):
-                trace.wait()
-                with trace.annotated("slow_host_work"):
-                    trace.host(late(rank, step))
-                trace.matmul(50.0)
+            work(trace, rank, step)
             arrivals.append(max(trace.free[7], trace.now + 6.0))
         end = max(arrivals) + 200.0
         for trace, arrival in zip(made, arrivals, strict=True):

@@ -150,13 +150,26 @@ def test_a_model_without_tokens_or_slots_is_a_users_mistake(tmp_path: Path) -> N
         open_diagnosis([path], Options(), Said(model=tmp_path, tokens=5))
 
 
-def test_so_many_tokens_that_no_device_computes_them_are_named(tmp_path: Path) -> None:
+def test_so_many_tokens_that_no_number_of_devices_computes_them_are_named(tmp_path: Path) -> None:
     """Counted by arithmetic: a list of a billion documents would end the process before."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    for tokens in (10**9, 10**12):
+    for tokens in (10**11, 10**12):
         with pytest.raises(UserError, match=rf"^--tokens {tokens:,}: too many .* window of"):
             efficiency(tmp_path, products(), Said(tokens=tokens, slots=tokens, model=tmp_path))
     assert efficiency(tmp_path, products(), Said(tokens=3_000, model=tmp_path)).mfu is not None
+
+
+def test_a_model_split_over_ranks_has_no_mfu_and_keeps_its_diagnosis(tmp_path: Path) -> None:
+    """`--model` is the whole model, and a tensor parallel rank's trace has an eighth of its work."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    path = products().write(tmp_path / "t.json.gz")
+    one = efficiency(tmp_path, products(), Said(tokens=100_000, slots=100_000, model=tmp_path))
+    assert one.mfu is not None
+    many = int(3 * 100_000 / one.mfu)
+    diagnosis = open_diagnosis([path], Options(), Said(tokens=many, slots=many, model=tmp_path))
+    found = diagnosis.rank.device().efficiency  # type: ignore[union-attr]
+    assert found is not None and found.mfu is None and found.flops is None
+    assert "impossible" in found.why and "split over several devices" in found.why
 
 
 def test_more_flops_than_the_device_can_do_are_an_error_and_no_result(tmp_path: Path) -> None:

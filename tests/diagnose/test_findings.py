@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,12 @@ from headway.diagnose import compare, findings
 from headway.diagnose.case import case_of
 from headway.diagnose.diagnosis import Diagnosis, diagnose_job
 from headway.diagnose.efficiency import with_efficiency
+from headway.diagnose.facts import HostKind
 from headway.diagnose.finding import SYMPTOMS, Finding
 from headway.diagnose.findings.data_loading import data_finding
-from headway.diagnose.findings.ranks import straggler
+from headway.diagnose.findings.ranks import _own_code, straggler
 from headway.diagnose.job import read_job
-from headway.diagnose.passes import passes_of
+from headway.diagnose.passes import _queries_and_keys, passes_of
 from headway.diagnose.said import Said
 from headway.watch.diagnosis_page import render_page
 from headway.watch.diagnosis_text import render_diagnosis
@@ -81,6 +83,12 @@ PAIRS: list[tuple[str, Make, Make]] = [
     ("host-busy", lambda: causes.writing_on_cpu("evaluate"), causes.pausing_in_forward),
     (
         "host-busy",
+        lambda: causes.saving("[pl][profile][Callback]ModelCheckpoint.on_train_batch_end"),
+        lambda: causes.saving("[pl][profile][Strategy]DDPStrategy.training_step"),
+    ),
+    ("allocator", lambda: causes.frees(4), causes.first_use),
+    (
+        "host-busy",
         lambda: causes.saving("save_state"),
         lambda: causes.saving("<built-in function collect>", cat="python_function"),
     ),
@@ -117,10 +125,21 @@ def test_the_host_range_is_named_with_what_calls_it_and_what_is_not_named_is_ask
     assert finding is not None and finding.upper_ns == pytest.approx(4 * 4_000_000, rel=0.05)
     assert finding.evidence[0].startswith("<built-in method write of _io.BufferedWriter object>: 4×")
     assert finding.evidence[0].endswith("in loop.py(7): <module>") and named.advice == ""
-    for trace in (causes.saving(""), causes.writing_on_cpu("")):
+    stack = causes.saving("")
+    stack.host_event("python_function", "loop.py(7): <module>", 0.0, stack.now)
+    bare = causes.saving("")
+    bare.events = [event for event in bare.events if event["cat"] == "kernel"]
+    for trace, wanted in (
+        (causes.saving(""), "with_stack=True"),
+        (causes.writing_on_cpu(""), "with_stack=True"),
+        (stack, "no Python function of the trace fills it"),
+        (bare, "ProfilerActivity.CPU"),
+    ):
         unnamed = diagnosed(tmp_path / "b", trace)
-        assert not unnamed.clean and "with_stack=True" in unnamed.advice
-        assert "with_stack=True" in render_page(unnamed) and "No cause was found" not in render_page(unnamed)
+        assert not unnamed.clean and wanted in unnamed.advice
+        assert ("with_stack" in unnamed.advice) == ("with_stack" in wanted)
+        assert "which no finding claims" in render_page(unnamed)
+        assert "No cause was found" not in render_page(unnamed)
         shown = Console(width=80, file=io.StringIO(), force_terminal=False)
         shown.print(render_diagnosis(unnamed))
         assert "no cause was found that is worth a change" not in shown.file.getvalue()  # type: ignore[attr-defined]
@@ -150,14 +169,18 @@ def test_a_script_gets_what_the_terminal_prints(tmp_path: Path) -> None:
         ({7: "save"}, 12, {7: 96}, "rank 7 is always the slow one", "mend-rank"),
         ({}, 12, {7: 65, 1: 31}, "rank 7 comes last most often", "replace-rank"),
         ({7: "save"}, 12, {7: 12, 1: 13, 2: 12}, "another rank is slow each time", "balance-ranks"),
+        ({}, None, {7: 5000}, "rank 7 is always the slow one", "replace-rank"),  # no step has a name
+        ({}, None, {7: 40}, "rank 7 comes last most often", "mend-rank"),
     ],
 )
 def test_a_straggler_is_judged_by_what_was_seen(
-    own: dict[int, str], steps: int, last: dict[int, int], title: str, remedy: str
+    own: dict[int, str], steps: int | None, last: dict[int, int], title: str, remedy: str
 ) -> None:
     finding = straggler(last, 100, dict.fromkeys(range(8), 10), 1000, {7: "compute 3 ms"}, "collective", own, steps)
     assert (finding.title, finding.remedy) == (title, remedy)
-    assert any("record some more" in line for line in finding.evidence) == (steps == 1)
+    few = steps == 1 or (steps is None and last == {7: 40})
+    assert any("record some more" in line for line in finding.evidence) == few
+    assert any("the traces name no steps" in line for line in finding.evidence) == (steps is None)
     assert ("leave `" in finding.check) == (7 in own and remedy != "balance-ranks")
 
 
@@ -203,6 +226,35 @@ def test_stragglers(late: Callable[[int, int], float], name: str | None, tmp_pat
         finding = found(diagnosis, name)
         assert finding is not None and "rank 2" in finding.title
         assert "slow_host_work" in " ".join(finding.evidence) and finding.remedy == "mend-rank"
+
+
+@pytest.mark.parametrize(
+    ("did", "code"),
+    [
+        ({"idle: host": 90, "compute": 10, "host code: save": 80}, "save"),
+        ({"compute": 100, "host code: save": 60}, ""),  # saving under kernels holds nobody up
+        ({"compute": 40, "idle: host": 60, "host code: forward": 100}, ""),
+        ({"compute": 40, "idle: host": 60, "host code: [pl][profile][Strategy]DDPStrategy.training_step": 100}, ""),
+        ({"host code: forward": 100}, ""),  # of a CPU
+        ({"host code: headway.data": 100}, "headway.data"),
+    ],
+)
+def test_a_late_ranks_own_code_is_what_its_device_waits_for(did: dict[str, int], code: str) -> None:
+    assert _own_code(did) == code
+
+
+def test_a_rank_whose_device_is_slow_is_not_blamed_for_its_annotated_loop(tmp_path: Path) -> None:
+    diagnosis = diagnose_job(read_job(causes.throttled(tmp_path)))
+    finding = found(diagnosis, "straggler-constant")
+    assert finding is not None and "host code: forward" in " ".join(finding.evidence)
+    assert finding.remedy == "replace-rank" and "forward" not in finding.check
+
+
+def test_what_all_ranks_do_is_not_hidden_behind_one_that_does_a_little_more_of_it(tmp_path: Path) -> None:
+    job = read_job(causes.ranks(tmp_path, lambda rank, step: 4400.0 if rank == 2 else 4000.0))
+    diagnosis = diagnose_job(job)
+    assert [item.name for item in diagnosis.findings if not item.within] == ["host-busy", "straggler-constant"]
+    assert diagnosis.findings[0].gain[1] > 0.5 and "slow_host_work" in diagnosis.verdict
 
 
 def test_a_compilation_counts_once_under_however_many_names(tmp_path: Path) -> None:
@@ -268,15 +320,74 @@ def test_first_token_latency_of_a_recorded_generation(prompt: int, tokens: int, 
     assert finding is None or finding.symptom == "high first-token latency"
 
 
-@pytest.mark.parametrize(("queries", "keys", "told"), [(1, 400, True), (400, 400, False)])
-def test_prefill_alone_and_training_are_no_generation(queries: int, keys: int, told: bool, tmp_path: Path) -> None:
-    """A prompt beside single queries is one; with a backward pass in the trace, or prompts only, there is none."""
+@pytest.mark.parametrize(
+    ("calls", "told"),
+    [
+        ([(400, 400), (1, 401), (1, 402)], True),
+        ([(400, 512), (1, 512), (1, 512), (1, 512)], True),  # a cache of fixed size
+        ([(197, 197)] * 6 + [(1, 197)] * 2, False),  # an image encoder that pools
+        ([(197, 197), (1, 197), (196, 196), (1, 196)], False),
+        ([(400, 400), (400, 400)], False),
+    ],
+    ids=["generation", "fixed cache", "pooling", "pooling of two sizes", "prefill alone"],
+)
+def test_prefill_alone_and_pooling_are_no_generation(calls: list[tuple[int, int]], told: bool, tmp_path: Path) -> None:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-        for length in (keys, queries):
-            q, k = torch.ones(1, 2, length, 8, requires_grad=not told), torch.ones(1, 2, keys, 8)
+        for queries, keys in calls:
+            q, k = torch.ones(1, 2, queries, 8), torch.ones(1, 2, keys, 8)
             torch.nn.functional.scaled_dot_product_attention(q, k, k)
     recorded.export_chrome_trace(str(tmp_path / "t.json"))
     assert (passes_of(case_of(read_job([tmp_path / "t.json"])).view) is not None) == told
+
+
+def test_documents_packed_end_to_end_do_not_tell_their_lengths(tmp_path: Path) -> None:
+    trace = Kineto()
+    for shapes in ([[4096, 8, 64]] * 3, [[1, 4096, 8, 64]] * 3 + [[], [9], [9]], [[2, 400, 8, 64]] * 3 + [[], []]):
+        trace.kernel("flash_fwd", 9.0, "aten::_flash_attention_forward", shapes=shapes)
+    view = case_of(read_job([trace.write(tmp_path / "t.json")])).view
+    rows = view.host_rows("_flash_attention_forward", (HostKind.OP,))
+    assert [_queries_and_keys(view, int(row)) for row in rows] == [(0, 0), (0, 0), (400, 400)]
+
+
+@pytest.mark.parametrize(("major", "remedy"), [(9, "bf16"), (7, "fp16"), (6, None)])
+def test_bfloat16_is_for_devices_that_multiply_it(major: int, remedy: str | None, tmp_path: Path) -> None:
+    trace = causes.products("volta_sgemm_128x64_nn", ["float", "float"]).to_dict()
+    trace["deviceProperties"] = [{"id": 0, "name": "NVIDIA Some Card", "computeMajor": major}]
+    (tmp_path / "t.json").write_bytes(orjson.dumps(trace))
+    finding = found(diagnose_job(read_job([tmp_path / "t.json"])), "float32-matmuls")
+    assert (finding.remedy if finding else None) == remedy
+
+
+def test_a_first_use_is_said_and_is_no_idle_without_a_cause(tmp_path: Path) -> None:
+    diagnosis = diagnosed(tmp_path, causes.first_use())
+    assert any("the first cudaFree takes 2000.0 ms" in note and "set up" in note for note in diagnosis.notes)
+    assert diagnosis.unexplained < 0.05 and diagnosis.advice == ""
+
+
+def test_a_collection_leaves_a_cpu_cold_and_no_gpu(tmp_path: Path) -> None:
+    on_gpu = found(diagnosed(tmp_path / "a", causes.collecting(1500.0)), "garbage-collection")
+    on_cpu = found(diagnosed(tmp_path / "b", causes.writing_on_cpu("gc_collect")), "garbage-collection")
+    assert on_gpu is not None and list(on_gpu.claims) == ["host.gc"]
+    assert on_cpu is not None and sorted(on_cpu.claims) == ["caches", "host.gc"]
+
+
+@pytest.mark.parametrize("refused", ["", "clocks drift"])
+def test_ranks_that_were_not_compared_make_no_plan_surely_bad(refused: str, tmp_path: Path) -> None:
+    job = read_job([causes.heavy_plan(900.0).write(tmp_path / f"rank{number}.json.gz") for number in range(2)])
+    assert job.comparison is not None
+    job = dataclasses.replace(job, comparison=dataclasses.replace(job.comparison, refused=refused))
+    finding = found(diagnose_job(job), "communication-heavy-plan")
+    assert finding is not None and (finding.lower_ns == 0) == bool(refused)
+    assert any("could not be compared" in line for line in finding.evidence) == bool(refused)
+
+
+def test_idle_that_two_findings_of_one_cause_claim_is_explained_once(tmp_path: Path) -> None:
+    bare = diagnosed(tmp_path, causes.saving(""))
+    outer = Finding("a", "a", {"idle.host": bare.wall_ns // 8}, 0, bare.wall_ns, (), "", "pack")
+    inner = dataclasses.replace(outer, name="b", within="a", claims={"idle.host": bare.wall_ns // 16})
+    alone = dataclasses.replace(bare, findings=(outer,)).unexplained
+    assert bare.unexplained - alone == pytest.approx(1 / 8, abs=1e-6)
+    assert dataclasses.replace(bare, findings=(outer, inner)).unexplained == alone
 
 
 def test_every_symptom_is_on_a_finding_that_real_inputs_reach() -> None:

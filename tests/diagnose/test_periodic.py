@@ -109,6 +109,47 @@ def test_a_trace_that_is_skipped_for_a_diagnosis_is_said_once(
         assert begun == [4] and said.count("no trace, the one of step 4") == (rank == 0)
 
 
+class Diagnosing:
+    """A process that ends between two steps."""
+
+    over: int | None = None
+
+    def poll(self) -> int | None:
+        return self.over
+
+
+def test_a_diagnosis_that_has_ended_makes_room_in_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = PeriodicTrace(HookPlace(tmp_path, 0, 1, 0, StepClock("cpu")), every=4, steps=3)
+    begun: list[int] = []
+    monkeypatch.setattr(hook, "_begin", begun.append)
+    process = Diagnosing()
+    hook._job = periodic._Job(4, tmp_path, process, 0)  # type: ignore[arg-type]
+    assert hook.begin_step(7) == [] and begun == []
+    process.over = 0
+    (line,) = hook.begin_step(8)
+    assert isinstance(line, TraceLine) and line.step == 4 and begun == [8]
+
+
+def test_no_trace_is_announced_while_the_first_rank_still_diagnoses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hooks = [PeriodicTrace(HookPlace(tmp_path, rank, 2, 0, StepClock("cpu")), 1000, 1) for rank in range(2)]
+    begun: list[int] = []
+    process = Diagnosing()
+    hooks[0]._job = periodic._Job(1000, tmp_path, process, 0)  # type: ignore[arg-type]
+    for hook in hooks:
+        hook._began -= 10**15  # a long run: each trace is within its share
+        monkeypatch.setattr(hook, "_begin", begun.append)
+    for step in range(1900, 3001):
+        process.over = 0 if step > 1960 else None  # ends after the others were told, before the trace is due
+        for hook in hooks:
+            hook.begin_step(step)
+    assert begun == [3000, 3000]
+    assert "step 2000: no trace, the one of step 1000" in capsys.readouterr().err
+
+
 def test_a_trace_that_ends_with_its_step_has_a_place_in_the_steps_account() -> None:
     """An evaluation ends a trace inside the step before it: writing is logging, not unaccounted."""
     spent: list[int] = []

@@ -39,6 +39,34 @@ def test_a_finding_within_another_is_shown_below_it_and_claims_nothing() -> None
     assert ranked[1].upper_ns == 100
 
 
+def test_what_is_longer_than_the_finding_that_holds_it_is_ranked_with_the_rest() -> None:
+    """All ranks save for long, one is a little late: the late one's wait holds none of the saving."""
+    items = [
+        finding("host-busy", {"idle": 400}, 200, within="straggler", remedy="bf16"),
+        finding("straggler", {"straggler": 30}, 30),
+        finding("unstable", {"idle": 100}, 50, within="host-busy"),
+    ]
+    ranked = rank(items, {"idle": 500})
+    assert [(item.name, item.within) for item in ranked] == [
+        ("host-busy", ""), ("unstable", "host-busy"), ("straggler", ""),
+    ]  # fmt: skip
+    assert (ranked[0].upper_ns, ranked[0].lower_ns) == (370, 185), "what the straggler claims is not counted again"
+    assert [remedy.name for remedy, _ in top_remedies(ranked)] == ["bf16", "pack"]
+    same = rank([finding("busy", {"idle": 110}, 50, within="late"), finding("late", {"straggler": 100}, 90)], {})
+    assert [(item.name, item.within) for item in same] == [("late", ""), ("busy", "late")]
+
+
+def test_a_finding_within_one_within_another_is_not_lost() -> None:
+    items = [
+        finding("inner", {"idle": 40}, 10, within="part"),
+        finding("part", {"idle": 90}, 80, within="whole"),
+        finding("whole", {"idle": 100}, 10),
+    ]
+    assert [(item.name, item.within) for item in rank(items, {})] == [
+        ("whole", ""), ("part", "whole"), ("inner", "whole"),
+    ]  # fmt: skip
+
+
 def test_a_finding_within_one_that_is_absent_stands_alone() -> None:
     (alone,) = rank([finding("part", {"idle": 90}, 80, within="whole")], {"idle": 100})
     assert alone.within == ""

@@ -58,6 +58,20 @@ def test_a_launch_bound_claim_holds_its_recording_already(tmp_path: Path) -> Non
     assert item is not None and item.recorded_ns == 0 and item.gain[1] <= 1
 
 
+def test_a_write_holds_no_operator_and_so_no_recording(tmp_path: Path) -> None:
+    """Half of each step writes: all of its operators are recorded in the other half."""
+    trace = causes.writing_on_cpu("<built-in function urandom>")
+    for number in range(40):  # operators that only call one other
+        with trace.annotated("aten::view", "cpu_op"), trace.annotated("aten::alias", "cpu_op"):
+            trace.host(3.0)
+        trace.events[-1]["dur"] += 2.0
+        trace.host(1.0 + number % 2)
+    job = read_job([trace.write(tmp_path / "t.json.gz")])
+    item, view = found(diagnose_job(job), "host-busy"), case_of(job).view
+    assert item is not None and 0.45 < item.upper_ns / item.wall_ns < 0.55
+    assert item.recorded_ns == recording.recording(view) > 0
+
+
 @pytest.mark.parametrize(("pause", "wall", "most"), [(100, 1000, 10), (900, 1000, 25), (0, 1000, 0), (1000, 1000, 0)])
 def test_cold_caches_cost_little_after_little_and_never_more_than_a_part_of_the_rest(
     pause: int, wall: int, most: int

@@ -8,11 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
+import typer
 import yaml
+from typer.testing import CliRunner
 
+from diagnose.causes import fragmented
 from diagnose.kineto_maker import clean
 from headway.account.errors import UserError
 from headway.account.events import Flops, RankLine, SessionStart, StepLine, TraceLine
+from headway.cli.diagnose import register
 from headway.diagnose.compare import compare
 from headway.diagnose.diagnosis import Diagnosis, diagnose_run
 from headway.diagnose.finding import Finding
@@ -135,6 +139,68 @@ def test_stragglers(late: Callable[[RankLine], bool], name: str | None, tmp_path
     if name == "straggler-constant":
         finding = found(diagnosis, name)
         assert finding is not None and "rank 2" in finding.title and "node-0" in " ".join(finding.evidence)
+
+
+@pytest.mark.parametrize(
+    ("change", "meanwhile", "remedy"),
+    [
+        (lambda line: longer(line, "data", 0.2), "data takes", "mend-rank"),
+        (lambda line: longer(line, "host.launch", 0.2), "host.launch takes", "replace-rank"),
+        (lambda line: longer(line, "unaccounted", 0.2), "unaccounted takes", "replace-rank"),
+        (
+            lambda line: msgspec.structs.replace(longer(line, "host.other", 0.2), waited_ns=int(0.15 * S)),
+            "others had its CPU", "replace-rank",
+        ),
+        (
+            lambda line: longer(longer(longer(line, "unaccounted", 0.1), "data", 0.07), "host.launch", 0.06),
+            "unaccounted takes", "replace-rank",
+        ),
+    ],
+    ids=["loader", "launches", "unknown", "robbed", "a little of each"],
+)  # fmt: skip
+def test_a_late_rank_is_blamed_on_its_program_only_where_that_explains_it(
+    change: Callable[[RankLine], RankLine], meanwhile: str, remedy: str, tmp_path: Path
+) -> None:
+    folder = made(tmp_path, rank_change=lambda line: change(line) if line.rank == 2 else line, world=4)
+    finding = found(diagnosed(folder), "straggler-constant")
+    assert finding is not None and meanwhile in finding.evidence[2] and finding.remedy == remedy
+    assert "leave `" not in finding.check
+    assert ("compare `data` of the ranks" in finding.check) == (remedy == "mend-rank")
+
+
+def test_what_is_sure_of_a_collection_is_not_less_for_what_it_leaves_cold(tmp_path: Path) -> None:
+    folder = made(tmp_path, lambda line: moved(line, "host.gc", 0.05), gib=None)
+    rewrite(folder, lambda line: msgspec.structs.replace(line, device="some CPU") if hasattr(line, "device") else line)
+    diagnosis = diagnosed(folder)
+    finding = found(diagnosis, "garbage-collection")
+    assert finding is not None and not diagnosis.run.on_gpu  # type: ignore[union-attr]
+    cost = diagnosis.run.total("host.gc")  # type: ignore[union-attr]
+    assert finding.lower_ns == int(0.9 * cost) and finding.upper_ns > cost
+
+
+def test_a_runs_headline_says_what_is_of_its_trace(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run")
+    fragmented().write(folder.traces / "step-00000100" / "rank-00000.json.gz")
+    diagnosis = open_diagnosis([folder.root], Options(), Said())
+    assert diagnosis.verdict.endswith("(seen in its newest trace)") and diagnosis.findings[0].of_trace
+    clean(4).write(folder.traces / "step-00000100" / "rank-00000.json.gz")
+    diagnosis = open_diagnosis([folder.root], Options(), Said())
+    assert "beside matrix products in its newest trace: " in diagnosis.verdict
+
+
+def test_the_newest_trace_of_all_ranks_is_taken(tmp_path: Path) -> None:
+    """While one rank was still diagnosing, the others recorded the next trace."""
+    folder = made(tmp_path / "run", world=2)
+    for step, ranks in ((100, (0, 1)), (200, (1,))):
+        for rank in ranks:
+            clean(4, rank=rank, world=2).write(folder.traces / f"step-{step:08d}" / f"rank-{rank:05d}.json.gz")
+    diagnosis = open_diagnosis([folder.root], Options(), Said())
+    assert any(note.startswith("step-00000200: newer, but not all ranks") for note in diagnosis.notes)
+    assert any("kernels from 2 ranks" in note and "step-00000100" in note for note in diagnosis.notes)
+    assert not diagnosis.partial
+    (folder.traces / "step-00000100" / "rank-00000.json.gz").unlink()
+    diagnosis = open_diagnosis([folder.root], Options(), Said())
+    assert diagnosis.partial and any("has the traces of 1 of 2 ranks only" in note for note in diagnosis.notes)
 
 
 def test_float32_on_a_device_with_faster_units(tmp_path: Path) -> None:
@@ -274,6 +340,21 @@ def test_slower_convergence_is_found_against_another_run(config: dict[str, Any],
     assert [item.name for item in compared.findings] == [name] and compared.slower
     same = compare(diagnosed(made(tmp_path / "c", seed=5)), other)
     assert same.findings == () and not same.slower
+
+
+def test_a_run_without_a_step_is_neither_slower_nor_not(tmp_path: Path) -> None:
+    good, empty = made(tmp_path / "good"), made(tmp_path / "empty")
+    rewrite(empty, lambda line: None if isinstance(line, StepLine) else line)
+    for mine, other in ((empty, good), (good, empty)):
+        compared = compare(diagnosed(mine), diagnosed(other))
+        assert compared.slower is None and compared.to_dict()["slower"] is None
+        assert any("no step was finished" in note and "neither" in note for note in compared.notes)
+    app = typer.Typer()
+    register(app)
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(app, [str(good.root), "--against", str(empty.root), "--html", str(page)])
+    assert done.exit_code == 3 and "not comparable" in done.output and "not slower" not in done.output
+    assert "Not comparable" in page.read_text() and "neither of the two" in page.read_text()
 
 
 def test_what_became_slower_comes_first(tmp_path: Path) -> None:

@@ -67,6 +67,13 @@ def test_a_folder_is_a_run_or_holds_traces(tmp_path: Path) -> None:
         UserError, match=r"neither a run folder .*; traces lie further below: give them, .*traces/\*\.gz"
     ):
         open_diagnosis([tmp_path / "job"], Options(), Said())
+    run = made(tmp_path / "runs" / "one")
+    with pytest.raises(UserError, match=r"no \*\.json\.gz\); a run folder lies below: .*runs/one$"):
+        open_diagnosis([tmp_path / "runs"], Options(), Said())
+    trace = clean(2).write(run.traces / "step-00000004" / "rank-00000.json.gz")
+    (trace.parent / "diagnosis.json").write_text("{}")
+    with pytest.raises(UserError, match=r"give them, .*step-00000004/\*\.gz$"):
+        open_diagnosis([run.traces], Options(), Said())
     (tmp_path / "none").mkdir()
     with pytest.raises(UserError, match=r"nor one of traces \(no \*\.json or \*\.json\.gz\)$"):
         open_diagnosis([tmp_path / "none"], Options(), Said())
@@ -121,13 +128,15 @@ def test_what_counts_as_communication_is_printed(tmp_path: Path) -> None:
     assert "comm. names" not in dict(facts(open_diagnosis(job, Options(), Said())))
 
 
-@pytest.mark.parametrize("pattern", ["", "x*", "^", r"\b", "(?=)", "a|"])
+@pytest.mark.parametrize("pattern", ["", "x*", "^", r"\b", "(?=)", "a|", " ", r"\s", "<", ".+", r"\w", "[a-z]"])
 def test_a_pattern_that_matches_nothing_in_every_name_is_refused(pattern: str) -> None:
     with pytest.raises(UserError, match=r"--comm-kernel .* matches every name"):
         comm_pattern((pattern,))
     for bad in ("(", "(?i)nccl"):
         with pytest.raises(UserError, match="is not a regular expression"):
             comm_pattern((bad,))
+    for good in ("my_reduce", r"^my_.*<\d+>", "void my reduce"):
+        assert comm_pattern((good,))
     assert comm_pattern(("my_reduce",)).search("My_Reduce_bf16")
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import multiprocessing
+import os
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.account.events import Incident
 from headway.record.incidents import append_incident, read_incidents
+from headway.record.jsonl import JsonlWriter
 
 
 def incident(name: str, **changes: object) -> Incident:
@@ -41,6 +46,34 @@ def test_a_torn_line_costs_itself(tmp_path: Path) -> None:
     append_incident(path, incident("b"))
     found = read_incidents(path)
     assert [item.id for item in found.items] == ["a", "b"] and len(found.bad) == 1
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_full_disk_cuts_off_no_line_of_others(locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a line is taken back; not where there are no locks, and another rank has written behind it."""
+    path = tmp_path / "incidents.jsonl"
+
+    def write(writer: JsonlWriter, content: bytes) -> int:
+        if len(content) < 5000:
+            raise OSError(errno.ENOSPC, "full")
+        taken = os.write(writer._fd, content[:5000])
+        if not locks:
+            with path.open("ab") as other:
+                other.write(b"\n" + line)
+        return taken
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    append_incident(path, incident("a"))
+    line = path.read_bytes().replace(b'"a"', b'"b"', 1)
+    monkeypatch.setattr(JsonlWriter, "write", write)
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="full"):
+        append_incident(path, incident("c"))
+    found = read_incidents(path)
+    assert [item.id for item in found.items] == (["a"] if locks else ["a", "b"]) and len(found.bad) == (not locks)
 
 
 @settings(max_examples=20, deadline=None)

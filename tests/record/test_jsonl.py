@@ -183,3 +183,59 @@ def test_what_waits_for_room_is_bounded_said_once_and_said_to_be_lost(
     assert f"{path}: {30 - held + 1} lines are lost" in capsys.readouterr().err
     with pytest.raises(FileExistsError):
         PatientWriter(path / "below")
+
+
+def test_each_full_disk_counts_its_own_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was given up did not come late, and what was given up before is not said again."""
+    writer = PatientWriter(tmp_path / "metrics.jsonl", keeps=1000)
+    for given_up, lines in ((4, 6), (0, 2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(JsonlWriter, "write", half_full([None] * 1000))
+            for number in range(lines):
+                writer.append(step(0, number))
+        kept = writer.waiting
+        assert "not written" in capsys.readouterr().err and kept == lines - given_up
+        writer.append(step(0, 9))
+        said = capsys.readouterr().err
+        assert f"written again; {kept} lines came late" in said
+        assert (f", {given_up} had to be given up" in said) == bool(given_up) == ("given up" in said)
+    assert writer.lost == 4
+    writer.close()
+
+
+def test_a_disk_that_does_not_confirm_what_it_took_is_said_for_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = PatientWriter(tmp_path / "metrics.jsonl")
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    writer.append(step(0, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        writer.sync()
+        writer.sync()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "may be lost" in said and "kept in memory" not in said
+    monkeypatch.setattr(JsonlWriter, "write", half_full([None] * 9))
+    writer.append(step(0, 2))
+    assert "lines are kept in memory" in capsys.readouterr().err, "a full disk after it is said, too"
+
+
+def test_a_disk_that_was_full_at_first_is_said_to_be_full_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", full)
+        writer = PatientWriter(tmp_path / "metrics.jsonl")
+    writer.append(step(0, 1))
+    assert capsys.readouterr().err.count("not written") == 1
+    monkeypatch.setattr(JsonlWriter, "write", half_full([None]))
+    writer.append(step(0, 2))
+    assert capsys.readouterr().err.count("not written") == 1

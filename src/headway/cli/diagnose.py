@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from headway.cli.output import print_json
 from headway.cli.paths import is_no_input, out_path
-
-if TYPE_CHECKING:
-    from headway.diagnose.diagnosis import Diagnosis
 
 # Tokens in a trace (a device whose memory held nothing but bytes has fewer) and in a document (its pairs are counted
 # in 64 bits).
@@ -63,7 +60,9 @@ def diagnose(
     is_no_input("--html", html, (*inputs, against, memory, model))
     options = Options(window=window, comm_kernels=tuple(comm_kernel or ()))
     mine = open_diagnosis(inputs, options, Said(tokens, slots, memory, model, seq_len, device))
-    compared = compare(mine, open_diagnosis([against], options, Said(device=device))) if against is not None else None
+    other = open_diagnosis([against], options, Said(device=device)) if against is not None else None
+    compared = compare(mine, other) if other is not None else None
+    code = 3 if mine.partial or (other is not None and other.partial) else 0
     if html is not None:
         from headway.watch.diagnosis_page import write_page
 
@@ -73,16 +72,12 @@ def diagnose(
             raise UserError(f"--html {html}: {error.strerror or error}") from None
     if json:
         print_json({**mine.to_dict(), **({"against": compared.to_dict()} if compared else {})})
-        return _code(mine)
+        return code
     console = make_console()
     console.print(render_diagnosis(mine))
     if compared is not None:
         console.print(render_comparison(compared))
-    return _code(mine)
-
-
-def _code(diagnosis: Diagnosis) -> int:
-    return 3 if diagnosis.partial else 0
+    return code
 
 
 def register(app: typer.Typer) -> None:

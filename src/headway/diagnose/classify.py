@@ -72,19 +72,23 @@ _KIND_RULES: tuple[tuple[str, str], ...] = (
 )  # fmt: skip
 
 
+_UNLIKE = ("gemm_kernel", "Memset (Device)", "void at::native::add<float, 4>(int*)", "triton_poi_fused_0", "Cijk_Ailk")
+
+
 def comm_pattern(extra: Sequence[str] = ()) -> re.Pattern[str]:
     """The list of names with the user's own added.
 
     Raises:
-        UserError: one is no regular expression, or matches where nothing stands: then every kernel would be
-            communication.
+        UserError: one is no regular expression, or matches where nothing stands, what is no part of a name, or names
+            that have nothing in common: then every kernel would be communication.
     """
     for pattern in extra:
         try:
             found = re.compile(f"(?:{pattern})", re.IGNORECASE)
         except re.error as error:
             raise UserError(f"--comm-kernel {pattern!r} is not a regular expression: {error}") from None
-        if any(hit is not None and not hit[0] for hit in (found.search(""), found.search("gemm_kernel"))):
+        hits = [found.search(name) for name in ("", *_UNLIKE)]
+        if all(hits[1:]) or any(hit is not None and not re.search(r"\w", hit[0]) for hit in hits):
             raise UserError(f"--comm-kernel {pattern!r} matches every name; give a part of the kernels' names")
     return re.compile("|".join(f"(?:{pattern})" for pattern in (*COMM_PATTERNS, *extra)), re.IGNORECASE)
 

@@ -45,10 +45,13 @@ class Comparison:
     notes: tuple[str, ...] = field(default=())
 
     @property
-    def slower(self) -> bool:
-        """Whether it is worse: time a token where both are known, time a step otherwise; or convergence."""
+    def slower(self) -> bool | None:
+        """Whether it is worse: time a token where both are known, time a step otherwise; or convergence. None where one
+        of them has no time to compare (a run without a finished step)."""
         if self.findings:
             return True
+        if not self.wall.ns or not self.wall.against_ns:
+            return None
         if self.rate is not None:
             return self.rate[0] < (1 - SLOWER) * self.rate[1]
         return self.wall.ns > (1 + SLOWER) * self.wall.against_ns
@@ -112,6 +115,9 @@ def compare(mine: Diagnosis, other: Diagnosis) -> Comparison:
 
 def _unlike(mine: Diagnosis, other: Diagnosis) -> Iterator[str]:
     """Why the difference may say little."""
+    for item in (mine, other):
+        if not item.wall_ns:
+            yield f"{item.source}: {item.verdict}; neither of the two can be called slower"
     if mine.kind != other.kind:
         yield f"a {mine.kind} is compared with a {other.kind}: their windows are not the same steps"
     if mine.device != other.device:

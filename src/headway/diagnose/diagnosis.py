@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +16,9 @@ from headway.account.events import Flops
 from headway.account.tree import RUN
 from headway.account.waterfall import Waterfall, waterfall
 from headway.diagnose.case import Case, Finder, case_of
-from headway.diagnose.facts import DeviceFacts, JobFacts, RankFacts
+from headway.diagnose.facts import DeviceFacts, HostKind, JobFacts, RankFacts
 from headway.diagnose.figures import trace_figures
-from headway.diagnose.finding import Finding, rank, top_remedies
+from headway.diagnose.finding import OF_TRACE, Finding, rank, top_remedies
 from headway.diagnose.findings import (
     attention,
     communication,
@@ -118,21 +119,38 @@ class Diagnosis:
         """Share of the window in which the device was idle, for which no finding claims the time. 0 to 1."""
         if self.kind != "trace" or not self.wall_ns:
             return 0.0
-        claims = [claim for item in self.findings for claim in item.claims.items()]
-        claimed = sum(ns for path, ns in claims if path.startswith(("idle.", "host.", "compile")))
-        return max(0.0, (sum(self.idle.values()) - claimed) / self.wall_ns)
+        claimed = sum(ns for path, ns in self._claimed().items() if path.startswith(("idle.", "host.", "compile")))
+        known = claimed + (host_sync.first_use_ns(case_of(self.job).view) if self.job else 0)
+        return max(0.0, (sum(self.idle.values()) - known) / self.wall_ns)
+
+    def _claimed(self) -> Counter[str]:
+        """ns by class of time; of a finding and those within it the one that claims most of a class counts."""
+        claimed: Counter[str] = Counter()
+        for item in self.findings:
+            if not item.within:
+                together = Counter(item.claims)
+                for part in self.findings:
+                    if part.within == item.name:
+                        together |= Counter(part.claims)
+                claimed.update(together)
+        return claimed
 
     @property
     def advice(self) -> str:
-        """Where nothing was found because too little was recorded: what to record; empty elsewhere."""
+        """Where the device idles much and no finding claims it: what to record, so that a cause can be named."""
         if self.run is not None and not self.run.steps:
             return "nothing can be said: no step was finished"
         if self.unexplained < UNEXPLAINED:
             return ""
-        return (
-            f"the device idles {self.unexplained:.1%} of the window under nothing that is named: record again with "
-            '`with_stack=True`, or put `torch.profiler.record_function("save")` and the like around what the loop does'
-        )
+        host = self.rank.host if self.rank else None
+        ranges = 'put `torch.profiler.record_function("save")` and the like around what the loop does'
+        if 2 * self.idle.get("unknown", 0) >= sum(self.idle.values()):
+            how = "the trace lacks what the host did: record again with `ProfilerActivity.CPU` beside `.CUDA`"
+        elif host is not None and bool((host.kind == HostKind.PYTHON).any()):
+            how = f"{ranges}: no Python function of the trace fills it"
+        else:
+            how = f"record again with `with_stack=True`, or {ranges}"
+        return f"the device idles {self.unexplained:.1%} of the window, which no finding claims: {how}"
 
     @property
     def clean(self) -> bool:
@@ -147,6 +165,7 @@ class Diagnosis:
             return "nothing can be said: no step was finished" if self.run else "nothing to account for"
         rest = ", ".join(f"{item.label} {item.share:.1%}" for item in self.largest[:2])
         what = "the largest things left beside matrix products" if self.job else "most of it"
+        what += " in its newest trace" if self.job and self.run else ""
         left = f"; {what}: {rest}" if rest else ""
         if self.unexplained >= UNEXPLAINED and not self.findings:
             return f"the device is idle for {self.unexplained:.1%} of the window, and no cause was found{left}"
@@ -155,7 +174,7 @@ class Diagnosis:
         if self.clean:
             return f"nearly clean: {self.won_low:.1%} to win{left}"
         first = next(item for item in self.findings if not item.within)
-        return f"first of all: {first.title}"
+        return f"first of all: {first.title}{' (seen in its newest trace)' if first.of_trace else ''}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for --json, diagnosis.json and the page."""
@@ -201,6 +220,7 @@ def diagnose_job(
     notes = [*job.notes, *view.rank.notes, *device.notes]
     if job.comparison is not None and job.comparison.refused:
         notes.append(f"ranks are not compared: {job.comparison.refused}")
+    notes += host_sync.first_use_note(view)
     found = [*findings_of(case), *(of_snapshot(memory, view.wall_ns) if memory else ())]
     source = view.rank.path if len(job.ranks) == 1 else f"{len(job.ranks)} ranks, looked at closely: {view.rank.path}"
     return Diagnosis(
@@ -305,7 +325,7 @@ def diagnose_run(
 def scaled_to(item: Finding, wall_ns: int) -> Finding:
     """The same shares of another window. Its classes are the trace's own, so they are named apart."""
     factor = wall_ns / item.wall_ns if item.wall_ns else 0.0
-    claims = {f"trace.{path}": int(ns * factor) for path, ns in item.claims.items()}
+    claims = {f"{OF_TRACE}{path}": int(ns * factor) for path, ns in item.claims.items()}
     lower = min(int(item.lower_ns * factor), sum(claims.values()))
     recorded = int((item.recorded_ns or 0) * factor)
     return dataclasses.replace(item, claims=claims, lower_ns=lower, wall_ns=wall_ns, recorded_ns=recorded)

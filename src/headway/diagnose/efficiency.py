@@ -23,6 +23,7 @@ from headway.diagnose.shape_flops import CONVENTION, count
 from headway.diagnose.view import View
 
 COVERED = 0.80
+_MOST_DEVICES = 10_000  # that one replica of a model is split over
 _FP8 = r"fp8|e4m3|e5m2|float8|_f8"
 _FLOAT32 = r"sgemm|_f32f32_|gemm_f32|simt_sgemm|Cijk_.*_SB_"
 _TF32 = r"tf32|s1688"
@@ -33,7 +34,7 @@ def with_efficiency(job: JobFacts, said: Said) -> JobFacts:
 
     Raises:
         UserError: the model's configuration cannot be used, nothing is known of the device that was named, or no
-            device computes the model on so many tokens in that time.
+            number of devices computes the model on so many tokens in that time.
     """
     if said.device is not None:
         _known_device(said.device)
@@ -111,12 +112,16 @@ def _efficiency(
     if slots is None and tokens is not None:
         says = f"{says}; padding is not known"
     found = _utilised(dataclasses.replace(unknown, flops=flops, convention=says), device, peak)
-    if found.flops is None and shape is not None and tokens is not None:
+    if found.flops is not None or shape is None or tokens is None:
+        return found
+    seconds = device.window.wall_ns / 1e9
+    if flops.useful > _MOST_DEVICES * (peak.flops or 0.0) * seconds:
         raise UserError(
-            f"--tokens {tokens:,}: too many for {rank.path} and --model (real tokens of one rank in the window of "
-            f"{device.window.wall_ns / 1e9:.3g} s): {found.why}"
+            f"--tokens {tokens:,}: too many for {rank.path} and --model, over however many devices (real tokens of one "
+            f"rank in the window of {seconds:.3g} s): {found.why}"
         )
-    return found
+    why = "the tokens are too many for this window, or the model is split over several devices and this one has a part"
+    return dataclasses.replace(found, why=f"{found.why}; {why}")
 
 
 def _utilised(known: Efficiency, device: DeviceFacts, peak: Peak) -> Efficiency:

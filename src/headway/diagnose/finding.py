@@ -12,6 +12,8 @@ from headway.account.remedy import Remedy
 from headway.diagnose.remedies import predict
 
 SURE = 0.0005  # share of the time below which nothing is surely won: it is printed as 0.0 %
+# The same seconds measured in two ways (a wait, and the host code that it is for) differ by this at most.
+_SAME = 1.25
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Finding:
         evidence: event names, counts, ranks, steps: what was seen, one fact a line.
         check: a quick way to see for oneself that this is the cause.
         remedy: name of a registered remedy (`headway.diagnose.remedies`).
-        within: name of the finding that holds this one's time already; it is then shown below it, not ranked.
+        within: name of the finding that holds this one's time already; it is then shown below it, not ranked. What is
+            longer than that finding is ranked by itself, with what exceeds it (`rank`).
         symptom: what its user notices first, where it is one of SYMPTOMS.
         gain_known: False for a cause whose price cannot be told from what was read.
         change: run-file keys and exact values, where what was read says more than the registered remedy.
@@ -60,6 +63,11 @@ class Finding:
     @property
     def upper_ns(self) -> int:
         return sum(self.claims.values())
+
+    @property
+    def of_trace(self) -> bool:
+        """Whether a run's periodic trace shows it, scaled to all of the run's steps (`diagnosis.scaled_to`)."""
+        return any(path.startswith(OF_TRACE) for path in self.claims)
 
     @property
     def gain(self) -> tuple[float, float]:
@@ -98,6 +106,9 @@ class Finding:
         }
 
 
+OF_TRACE = "trace."
+"""Before each class of time that a run's finding has from the run's newest trace."""
+
 SYMPTOMS = (
     "low utilisation with full memory",
     "communication share too high",
@@ -115,9 +126,7 @@ def rank(findings: Iterable[Finding], available: Mapping[str, int]) -> list[Find
     Where findings claim more of a class than there is (`available`, ns), all claims on it shrink in proportion:
     overlapping causes are rescaled, never added. A class that `available` does not name holds whatever is claimed.
     """
-    items = list(findings)
-    names = {item.name for item in items}
-    top = [item if item.within in names else dataclasses.replace(item, within="") for item in items]
+    top = _placed(list(findings))
     claimed: Counter[str] = Counter()
     for item in top:
         if not item.within:
@@ -134,6 +143,32 @@ def rank(findings: Iterable[Finding], available: Mapping[str, int]) -> list[Find
         result.append(item)
         result += sorted((below for below in scaled if below.within == item.name), key=_order)
     return result
+
+
+def _placed(items: list[Finding]) -> list[Finding]:
+    """Each within the outermost finding that holds it. What is longer than that one is no part of it: it stands alone,
+    with what exceeds it, so that no second counts twice."""
+    by_name = {item.name: item for item in reversed(items)}
+    placed = []
+    for item in items:
+        chain = [item]
+        while (outer := by_name.get(chain[-1].within)) is not None and outer not in chain:
+            chain.append(outer)
+        top, counted = chain.pop(), 0
+        for part in reversed(chain):
+            if part.upper_ns > _SAME * top.upper_ns:
+                top, counted = part, top.upper_ns
+        placed.append(_beyond(item, counted) if top is item else dataclasses.replace(item, within=top.name))
+    return placed
+
+
+def _beyond(item: Finding, counted: int) -> Finding:
+    """By itself, less `counted` ns that another finding claims."""
+    left = 1 - counted / max(1, item.upper_ns)
+    claims = {path: int(ns * left) for path, ns in item.claims.items()} if counted else item.claims
+    return dataclasses.replace(
+        item, within="", claims=claims, lower_ns=min(int(item.lower_ns * left), sum(claims.values()))
+    )
 
 
 def _order(item: Finding) -> tuple[bool, int, int, str]:

@@ -38,20 +38,17 @@ def diagnose_traces(paths: Sequence[Path], options: Options, memory: MemoryFacts
 
 
 def _of_folder(folder: Path, options: Options, memory: MemoryFacts | None, said: Said) -> Diagnosis:
-    traces = sorted(folder.glob("*.json.gz")) + sorted(folder.glob("*.json"))
-    traces = [path for path in traces if path.name not in ("diagnosis.json", "environment.json", "run_id.json")]
     if not (folder / "metrics.jsonl").is_file():
-        if traces:
+        if traces := _traces_in(folder):
             return diagnose_traces(traces, options, memory, said)
-        below = next((path for path in sorted(folder.glob("*/*.json*")) if path.suffix in (".json", ".gz")), None)
-        where = f"; traces lie further below: give them, {below.parent}/*{below.suffix}" if below else ""
         raise UserError(
-            f"{folder}: neither a run folder (no metrics.jsonl) nor one of traces (no *.json or *.json.gz){where}"
+            f"{folder}: neither a run folder (no metrics.jsonl) nor one of traces (no *.json or *.json.gz)"
+            f"{_further_below(folder)}"
         )
     run = read_run(folder)
-    trace, left_out = _newest_trace(run, options)
+    trace, damaged, notes = _newest_trace(run, options)
     diagnosis = diagnose_run(run, trace, memory)
-    notes = list(left_out)
+    notes = [*damaged, *notes]
     if ignored := said.about_traces():
         notes.append(f"{', '.join(ignored)}: not used, a run folder has its own count of tokens, model and device")
     if asked := options.said():
@@ -59,20 +56,49 @@ def _of_folder(folder: Path, options: Options, memory: MemoryFacts | None, said:
         notes.append(
             f"{', '.join(asked)}: {where if trace else 'not used, the run folder has no trace that can be read'}"
         )
-    partial = diagnosis.partial or bool(left_out)
+    partial = diagnosis.partial or bool(damaged)
     return dataclasses.replace(diagnosis, notes=(*diagnosis.notes, *notes), partial=partial)
 
 
-def _newest_trace(run: RunFacts, options: Options) -> tuple[Diagnosis | None, list[str]]:
-    """The newest periodic trace that can be read; those that cannot are named."""
+# What Headway itself writes beside traces, and above them.
+_OWN_FILES = ("diagnosis.json", "environment.json", "run_id.json")
+
+
+def _traces_in(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.json.gz")) + sorted(folder.glob("*.json"))
+    return [path for path in found if path.name not in _OWN_FILES]
+
+
+def _further_below(folder: Path) -> str:
+    """What the user may have meant."""
+    for below in sorted(path for path in folder.iterdir() if path.is_dir()):
+        if (below / "metrics.jsonl").is_file():
+            return f"; a run folder lies below: {below}"
+        if traces := _traces_in(below):
+            return f"; traces lie further below: give them, {below}/*{traces[0].suffix}"
+    return ""
+
+
+def _newest_trace(run: RunFacts, options: Options) -> tuple[Diagnosis | None, list[str], list[str]]:
+    """The newest periodic trace that can be read, of all ranks where there is such a one.
+
+    Returns:
+        (its diagnosis, what is damaged or missing, what else to know)
+    """
+    damaged: list[str] = []
     notes: list[str] = []
     free, text = run.memory_free
-    for folder in reversed(run.traces()):
-        paths = sorted(folder.glob("rank-*.json.gz"))
-        if not paths:
-            continue
+    found = [(path, sorted(path.glob("rank-*.json.gz"))) for path in reversed(run.traces())]
+    found = sorted((one for one in found if one[1]), key=lambda one: len(one[1]) < run.world_size)
+    for place, (folder, paths) in enumerate(found):
         try:
-            return diagnose_job(read_job(paths, options), memory_free=free, memory_text=text), notes
+            diagnosis = diagnose_job(read_job(paths, options), memory_free=free, memory_text=text)
         except UserError as error:
-            notes.append(f"{folder.name} is left out: {error}")
-    return None, notes
+            damaged.append(f"{folder.name} is left out: {error}")
+            continue
+        if len(paths) < run.world_size:
+            damaged.append(f"{folder.name} has the traces of {len(paths):,} of {run.world_size:,} ranks only")
+        elif newer := [later.name for later, _ in found[place + 1 :] if later.name > folder.name]:
+            notes.append(f"{', '.join(newer)}: newer, but not all ranks have a trace there")
+        return diagnosis, damaged, notes
+    return None, damaged, notes

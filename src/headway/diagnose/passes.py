@@ -8,6 +8,7 @@ that PyTorch records.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import msgspec
 import numpy as np
 
 from headway.account.intervals import measure
-from headway.diagnose.facts import HostKind
+from headway.diagnose.facts import HostKind, Int64
 from headway.diagnose.view import Mask, View
 
 _ATTENTION = r"^aten::scaled_dot_product_attention$|^aten::_?(?:efficient|flash)_attention_forward$"
@@ -36,7 +37,8 @@ class Passes:
 
 
 def passes_of(view: View) -> Passes | None:
-    """None where the trace shows no generation: no shapes, no single-position query, or a backward pass."""
+    """None where the trace shows no generation: no shapes, no single-position query, a backward pass, or single queries
+    that pool (`_decodes`)."""
     rows = view.host_rows(_ATTENTION, (HostKind.OP,))
     if not len(rows) or len(view.host_rows(_BACKWARD, (HostKind.OP,))):
         return None
@@ -51,8 +53,11 @@ def passes_of(view: View) -> Passes | None:
     turns = np.flatnonzero(np.diff(long.astype(np.int8))) + 1
     edges, kinds = starts[turns], long[np.concatenate(([0], turns))]
     of_prefill = kinds[np.searchsorted(edges, _when(view), "right")]
-    layers = int(min(np.diff(np.concatenate(([0], turns, [len(rows)]))).tolist()))
     stretches = np.concatenate(([0], turns))
+    lengths = np.diff(np.append(stretches, len(rows)))
+    if not _decodes([keys[at : at + count] for at, count in zip(stretches, lengths, strict=True)], kinds):
+        return None
+    layers = int(lengths.min())
     return Passes(
         prefill_ns=_busy(view, of_prefill),
         decode_ns=_busy(view, ~of_prefill),
@@ -62,11 +67,24 @@ def passes_of(view: View) -> Passes | None:
     )
 
 
+def _decodes(keys: Sequence[Int64], of_prefill: Mask) -> bool:
+    """Whether the stretches of few queries generate: their cache grows, or (a cache of fixed size) they are longer than
+    a prompt's. An image encoder that pools has one query a layer, too, in a few last layers, over the same keys."""
+    decoding = [one for one, prefill in zip(keys, of_prefill, strict=True) if not prefill]
+    prompts = [len(one) for one, prefill in zip(keys, of_prefill, strict=True) if prefill]
+    grows = any(one.min() != one.max() for one in decoding)
+    return grows or float(np.median([len(one) for one in decoding])) > float(np.median(prompts))
+
+
 def _queries_and_keys(view: View, row: int) -> tuple[int, int]:
-    """Positions of an attention call's queries and keys, zeros where its shapes do not tell."""
-    axis = 1 if _PACKED.search(view.rank.names[view.rank.host.name[row]]) else -2
+    """Positions of an attention call's queries and keys, zeros where its shapes do not tell (documents packed end to
+    end have three axes, or their boundaries beside them)."""
+    packed = _PACKED.search(view.rank.names[view.rank.host.name[row]])
+    axis = 1 if packed else -2
     try:
         shapes = msgspec.json.decode(view.shapes_of(row), type=list[Any])
+        if packed and (len(shapes[0]) != 4 or any(len(shape) == 1 and shape[0] > 1 for shape in shapes[3:6])):
+            return 0, 0
         return int(shapes[0][axis]), int(shapes[1][axis])
     except (msgspec.MsgspecError, IndexError, TypeError, ValueError):
         return 0, 0

@@ -91,6 +91,7 @@ class PeriodicTrace:
     def begin_step(self, step: int) -> Sequence[Line]:
         started = time.perf_counter_ns()
         self._end_range()
+        lines = self._finished()  # first: a diagnosis that has ended since the last step makes room for this one's
         if self._profile is not None and self._seen >= self._steps:
             self._write()
         if self._due(step) and self._profile is None:
@@ -103,7 +104,7 @@ class PeriodicTrace:
             self._range = record_function(f"ProfilerStep#{step}")
             self._range.__enter__()
             self._cost_ns += time.perf_counter_ns() - started
-        return self._finished()
+        return lines
 
     def pause(self) -> None:
         """An evaluation or a checkpoint is no step: a trace with a step in it ends here."""
@@ -127,7 +128,9 @@ class PeriodicTrace:
         if self._place.world_size == 1:
             return step % self._every == 0 and self._affordable(0)
         if self._place.rank == 0 and (step + _AHEAD) % self._every == 0:
-            self._announced.decide(step + _AHEAD, self._affordable(_AHEAD))
+            if self._job is not None:  # what only the others record is no trace of the job
+                self._say_skipped(step + _AHEAD, self._job.step)
+            self._announced.decide(step + _AHEAD, self._job is None and self._affordable(_AHEAD))
         return step % self._every == 0 and self._announced.is_for(step)
 
     def _affordable(self, ahead: int) -> bool:

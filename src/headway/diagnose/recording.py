@@ -55,9 +55,14 @@ def outside(view: View, spans: Intervals) -> int:
 
 def recording(view: View) -> int:
     """ns that recording took of the window, at most; on a GPU only what the device waited for."""
+    return beside_pauses(view, 0)
+
+
+def beside_pauses(view: View, paused_ns: int) -> int:
+    """ns of recording beside pauses of the host in which no operator runs, at most half of what lies beside them."""
     spent = int(_COLD * of_one(view) * len(_recorded(view)))
     whole = view.gap_time(view.gaps(*_HOST_AT_WORK)) if view.on_gpu else view.wall_ns
-    return _bounded(spent, whole)
+    return _bounded(spent, whole - paused_ns)
 
 
 def of_one(view: View) -> float:

@@ -20,16 +20,21 @@ def append_incident(path: Path, incident: Incident) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
+        alone = False
         with contextlib.suppress(OSError):  # a file system without locks: a single write is still one line
             fcntl.flock(descriptor, fcntl.LOCK_EX)
+            alone = True
         writer = JsonlWriter(path)
         before = os.fstat(descriptor).st_size
         try:
             writer.append(incident)
             writer.sync()
         except OSError:
-            with contextlib.suppress(OSError):  # it will be tried again: half a line would read as damage
-                os.ftruncate(descriptor, before)
+            # It will be tried again: half a line would read as damage. Without the lock others may have written
+            # behind it, and theirs would be cut off with it.
+            with contextlib.suppress(OSError):
+                if alone:
+                    os.ftruncate(descriptor, before)
             raise
         finally:
             writer.close()

@@ -77,12 +77,12 @@ class PatientWriter:
     def __init__(self, path: Path, keeps: int = KEPT_BYTES) -> None:
         self.path, self._keeps = path, keeps
         self.lost = 0
-        """Lines given up."""
+        """Lines given up, from the first on."""
         self._writer: JsonlWriter | None = None
         self._waiting: deque[bytes | memoryview] = deque()
         self._bytes = 0
-        self._late = 0
-        self._said = False
+        self._late = self._given_up = 0  # since the disk last took all: lines that wait, or came late; lines given up
+        self._said = self._said_unsure = False
         self._begun = False
         self._encode = msgspec.json.Encoder()
         try:
@@ -108,6 +108,8 @@ class PatientWriter:
             self._bytes -= len(self._waiting[self._begun])
             del self._waiting[self._begun]
             self.lost += 1
+            self._given_up += 1
+            self._late -= 1
 
     def flush(self) -> bool:
         """Writes what waits; False where the disk does not take it all."""
@@ -127,25 +129,33 @@ class PatientWriter:
             self._complain(error)
             return False
         if self._late:
-            given_up = f", {self.lost} had to be given up" if self.lost else ""
+            given_up = f", {self._given_up} had to be given up" if self._given_up else ""
             complain(f"{self.path}: written again; {self._late} lines came late{given_up}")
-            self._late = 0
+            self._late = self._given_up = 0
+        if self._writer is not None:
             self._said = False
         return True
 
     def sync(self) -> None:
-        """Makes what was written durable, as far as the disk lets it."""
+        """Makes what was written durable, as far as the disk lets it. What a write has taken is not kept here, so that
+        a disk that then refuses it (a quota on NFS, an I/O error) may have lost it: said once."""
         try:
             if self._writer is not None:
                 self._writer.sync()
+            self._said_unsure = False
         except OSError as error:
-            self._complain(error)
+            if not self._said_unsure:
+                self._said_unsure = True
+                complain(
+                    f"{self.path}: written, but the disk does not confirm it ({error.strerror or error}): its newest "
+                    "lines may be lost if this machine stops"
+                )
 
     def close(self) -> None:
         """Tries once more, and says what is lost."""
         if not self.flush():
             self.lost += len(self._waiting)
-            complain(f"{self.path}: {self.lost} lines are lost: there was no room for them to the end")
+            complain(f"{self.path}: {self.lost} lines are lost in all: there was no room for them")
         self._waiting.clear()
         if self._writer is not None:
             self._writer.close()

@@ -121,6 +121,7 @@ def _finding(item: Finding, every: tuple[Finding, ...]) -> dict[str, Any]:
     return {
         "title": item.title,
         "symptom": item.symptom,
+        "of_trace": item.of_trace,
         "gain": gain_text(item.gain, item.gain_known),
         "low": f"{100 * low:.3f}",
         "high": f"{100 * high:.3f}",

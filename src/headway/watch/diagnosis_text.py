@@ -243,6 +243,8 @@ def _memory(memory: MemoryFacts) -> Table:
 def _findings(item: Diagnosis) -> Group:
     title = Text("findings", style="bold")
     title.append("  share of the time that is surely won, and at most", style="not bold dim")
+    if item.run is not None and any(found.of_trace for found in item.findings):
+        title.append("; what a trace shows is scaled to the run", style="not bold dim")
     return Group(title, *(_finding(found) for found in item.findings))
 
 
@@ -256,6 +258,8 @@ def _finding(found: Finding) -> Table:
         text.append(f"  (part of {found.within})", style="dim")
     if found.symptom:
         text.append(f"  · {found.symptom}", style="not bold dim")
+    if found.of_trace:
+        text.append("  · in the newest trace", style="not bold dim")
     for line in found.evidence:
         text.append(f"\n{line}", style="not bold dim")
     table.add_row(gain, text)
@@ -311,7 +315,8 @@ def change_text(change: Mapping[str, Any]) -> str:
 def render_comparison(item: Comparison) -> RenderableType:
     """What became slower, most first."""
     head = Text(f"{item.source} against {item.against}: ", style="bold")
-    head.append("slower" if item.slower else "not slower", style="bold red" if item.slower else "bold green")
+    said = {True: ("slower", "bold red"), False: ("not slower", "bold green"), None: ("not comparable", "bold yellow")}
+    head.append(*said[item.slower])
     parts: list[RenderableType] = [head]
     parts += [Text(f"note: {note}", style="yellow") for note in item.notes]
     if item.rate is not None:

@@ -37,7 +37,7 @@ def find(case: Case) -> Iterator[Finding]:
         return
     yield from _gradients(view, exposed)
     yield from _small(view)
-    yield from _plan(view, exposed, alone=len(case.job.ranks) == 1)
+    yield from _plan(view, exposed, _why_unsure(case))
 
 
 def _exposed(view: View, items: list[Collective]) -> int:
@@ -107,9 +107,17 @@ def _small(view: View) -> Iterator[Finding]:
         )
 
 
-def _plan(view: View, exposed: int, alone: bool) -> Iterator[Finding]:
+def _why_unsure(case: Case) -> str:
+    """Why waiting for a late rank cannot be told from transfer; "" where the ranks were compared."""
+    found = case.job.comparison
+    if len(case.job.ranks) == 1 or found is None:
+        return "one rank's trace: waiting for a late rank looks the same; give the traces of all ranks"
+    return "the ranks could not be compared: waiting for a late rank looks the same" if found.refused else ""
+
+
+def _plan(view: View, exposed: int, unsure: str) -> Iterator[Finding]:
     """More communication than compute could ever hide. Surely won: half of what exceeds compute (twice the work
-    between two exchanges); in the trace of one rank nothing, since there waiting for others looks like transfer."""
+    between two exchanges); nothing where waiting for others may be part of it."""
     shares = view.device.shares
     if exposed < TOO_MUCH * view.wall_ns or shares.comm_ns < 0.8 * shares.compute_ns:
         return
@@ -121,16 +129,12 @@ def _plan(view: View, exposed: int, alone: bool) -> Iterator[Finding]:
         name="communication-heavy-plan",
         title="the parallel plan communicates more than it computes",
         claims={"comm": exposed},
-        lower_ns=0 if alone else min(exposed, max(0, shares.comm_ns - shares.compute_ns) // 2),
+        lower_ns=0 if unsure else min(exposed, max(0, shares.comm_ns - shares.compute_ns) // 2),
         wall_ns=view.wall_ns,
         evidence=(
             f"communication {ms(shares.comm_ns)} against compute {ms(shares.compute_ns)}: overlap cannot hide it",
             *([most] if most else []),
-            *(
-                ["one rank's trace: waiting for a late rank looks the same; give the traces of all ranks"]
-                if alone
-                else []
-            ),
+            *([unsure] if unsure else []),
         ),
         check="bytes a step over the link's bandwidth, against FLOPs a step over the peak: `headway plan`",
         remedy="change-plan",

@@ -20,8 +20,8 @@ GC = (
 
 
 def find(case: Case) -> Iterator[Finding]:
-    """Upper bound: the collector's own time, and what it leaves cold. Put back: a collection of the young generation
-    now and then, a tenth."""
+    """Upper bound: the collector's own time, on a CPU also what it leaves cold. Put back: a collection of the young
+    generation now and then, a tenth."""
     view = case.view
     rows = view.host_rows(GC, (HostKind.PYTHON, HostKind.ANNOTATION, HostKind.OP))
     if not len(rows):
@@ -31,14 +31,15 @@ def find(case: Case) -> Iterator[Finding]:
     if cost < NOTABLE * view.wall_ns:
         return
     names = sorted({view.rank.names[i] for i in view.rank.host.name[rows]})
-    yield gc_finding(cost, view.wall_ns, f"{len(rows):,} collections ({', '.join(names[:2])}), {ms(spent)} on the host")
+    seen = f"{len(rows):,} collections ({', '.join(names[:2])}), {ms(spent)} on the host"
+    yield gc_finding(cost, view.wall_ns, seen, view.on_gpu)
 
 
-def gc_finding(cost: int, wall_ns: int, seen: str) -> Finding:
+def gc_finding(cost: int, wall_ns: int, seen: str, on_gpu: bool) -> Finding:
     return Finding(
         name="garbage-collection",
         title="Python's garbage collector stops the loop",
-        claims={"host.gc": min(wall_ns, cost + cold.after_work(cost, wall_ns))},
+        claims={"host.gc": cost} | ({} if on_gpu else {"caches": cold.after_work(cost, wall_ns)}),
         lower_ns=int(cost * 0.9),
         wall_ns=wall_ns,
         evidence=(seen,),

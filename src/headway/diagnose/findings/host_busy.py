@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headway.account.intervals import Intervals, subtract, union
+from headway.diagnose import recording
 from headway.diagnose.case import Case
 from headway.diagnose.facts import NONE, HostKind
 from headway.diagnose.finding import Finding
 from headway.diagnose.findings.garbage import GC
 from headway.diagnose.findings.recompiles import COMPILE
-from headway.diagnose.linking import innermost_open
+from headway.diagnose.linking import at_rows, innermost_open
 from headway.diagnose.view import View, ms
 from headway.diagnose.window import main_thread
 
@@ -26,13 +27,19 @@ _LONG_NS, _RANGE_NS = 1_000_000, 50_000
 # the host does on a GPU may begin while the queue is still full.
 _OF_RANGE_CPU, _OF_RANGE_GPU = 0.5, 0.3
 _NAMED = (HostKind.ANNOTATION, HostKind.PYTHON, HostKind.OP)
-# What frames everything, and the profiler's own work, name no cause. What backward waits for is not seen from outside,
-# and an operator in which the host stands still (a collection, another process) is the step's own work.
+# What a step is made of on every rank, as loops, PyTorch and Lightning call it (case does not matter). What backward
+# waits for is not seen from outside, and an operator in which the host stands still (a collection, another process) is
+# the step's own work.
+STEPS_WORK = (
+    r"run_backward|^nn\.Module:|^(?:Optimizer|Scheduler)\.\w+#|^\w+Backward\d|"
+    r"^\W*(?:forward|backward|fwd|bwd|optimi[sz]er|loss|zero_grad|update)\b|"
+    r"^(?:aten|prims?|autograd|torch|c10d?|nccl|gloo)::?|"
+    r"^\[pl\](?:\[module\]|.*(?:run_training_\w+|training_step|backward|optimizer_step|optimizer_zero_grad)$)"
+)
+# What frames everything, and the profiler's own work, name no cause either.
 _FRAMES = re.compile(
     r"^ProfilerStep#|^(?:train(?:ing)?[ _-]?)?(?:step|iter(?:ation)?)[ _#:=-]*\d+$|: <module>$|torch/profiler/|"
-    r"autograd/profiler|run_backward|^<built-in method exec|^nn\.Module:|importlib|"
-    r"^(?:Optimizer|Scheduler)\.\w+#|^\W*(?:forward|backward|fwd|bwd|optimi[sz]er|loss|zero_grad|update)\b|"
-    r"^(?:aten|prims?|autograd|torch|c10d?|nccl|gloo)::?|^headway\.|^\w+Backward\d",
+    rf"autograd/profiler|^<built-in method exec|importlib|^headway\.|{STEPS_WORK}",
     re.IGNORECASE,
 )
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -72,6 +79,7 @@ def find(case: Case) -> Iterator[Finding]:
         check="leave the named call out for a few steps: the step gets shorter by this much",
         remedy="move-off-the-loop",
         within="straggler-constant",  # the same seconds, seen from the rank that others wait for
+        recorded_ns=recording.beside_pauses(view, total),
     )
 
 
@@ -82,7 +90,7 @@ def _long_waits(view: View, thread: int) -> Intervals:
     if view.on_gpu:
         following = np.where(gaps.next_event == NONE, 0, gaps.next_event)
         launch = view.device.events.launch[following]
-        elsewhere = (gaps.next_event != NONE) & (launch != NONE) & (view.rank.host.thread[launch] != thread)
+        elsewhere = (gaps.next_event != NONE) & (launch != NONE) & (at_rows(view.rank.host.thread, launch) != thread)
         mask &= ~elsewhere
     other = [view.host_intervals(view.host_rows(pattern, _NAMED)) for pattern in (GC, COMPILE)]
     return subtract(union(view.gap_intervals(mask)), union(np.concatenate(other)))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+from numpy.typing import NDArray
+
 from headway.diagnose.case import Case
 from headway.diagnose.facts import HostKind
 from headway.diagnose.finding import Finding
@@ -17,6 +20,8 @@ SYNC = r"Synchronize$|^(cuda|hip)Memcpy(Async|WithStream)?$|^(cuda|hip)StreamWai
 _READS = r"^aten::(item|_local_scalar_dense|nonzero|is_nonzero|equal)$"
 # A launch cannot reach the device sooner after the host wakes up.
 _LATENCY_NS = 10_000
+# The first call to the driver's allocator makes the context and loads modules. No later one takes so long.
+_FIRST_USE_NS = 100_000_000
 
 
 def find(case: Case) -> Iterator[Finding]:
@@ -34,8 +39,36 @@ def find(case: Case) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def first_uses(view: View) -> NDArray[np.intp]:
+    """Rows of calls to the allocator that set the device up: the first of their name, long, in a window that is not of
+    steps that someone chose to record. Start-up is no step's cost."""
+    rows = view.host_rows(ALLOCATOR, (HostKind.RUNTIME,))
+    host = view.rank.host
+    rows = rows[host.duration[rows] >= _FIRST_USE_NS]
+    if view.device.window.source == "steps" or not view.on_gpu:
+        return rows[:0]
+    first = [row for row in rows.tolist() if row == np.argmax(host.name == host.name[row])]
+    return np.array(first, np.intp)
+
+
+def first_use_ns(view: View) -> int:
+    """ns that the device idles while it is set up."""
+    return view.overlap_with_idle(first_uses(view), "blocking")
+
+
+def first_use_note(view: View) -> list[str]:
+    rows, spent = first_uses(view), first_use_ns(view)
+    if spent < NOTABLE * view.wall_ns:
+        return []
+    names = ", ".join(sorted({view.rank.names[i] for i in view.rank.host.name[rows]}))
+    return [
+        f"the first {names} takes {ms(spent)} ({spent / view.wall_ns:.0%} of the window): the device is being set up, "
+        "which no later step pays and no finding claims; record a few steps after some warm-up"
+    ]
+
+
 def _one(view: View, name: str, title: str, calls: str, remedy: str, check: str) -> Iterator[Finding]:
-    rows = view.host_rows(calls, (HostKind.RUNTIME,))
+    rows = np.setdiff1d(view.host_rows(calls, (HostKind.RUNTIME,)), first_uses(view))
     idle = view.overlap_with_idle(rows, "blocking")
     if idle < NOTABLE * view.wall_ns:
         return

@@ -14,7 +14,7 @@ from headway.diagnose.finding import Finding
 from headway.diagnose.findings.data_loading import data_finding
 from headway.diagnose.findings.garbage import gc_finding
 from headway.diagnose.findings.memory import full_memory
-from headway.diagnose.findings.ranks import straggler
+from headway.diagnose.findings.ranks import COMPARE, straggler
 from headway.diagnose.findings.recompiles import recompile_finding
 from headway.diagnose.findings.recompute import FREE, recompute_finding
 from headway.diagnose.findings.steps import unstable
@@ -73,25 +73,49 @@ def _straggler(run: RunFacts) -> Iterator[Finding]:
         return
     last = Counter(order[int(i)] for i in slowest)
     caused = {rank: int(waited[slowest == i].sum()) for i, rank in enumerate(order)}
-    doing = {}
-    for rank in last:
-        lines, others = run.ranks[rank], [run.ranks[other] for other in order if other != rank]
-        more = {
-            path: sum(line.account.get(path, 0) for line in lines)
-            - sum(line.account.get(path, 0) for lines in others for line in lines) / len(others)
-            for path in ("data", "compute.forward", "compute.loss", "host.other", "host.gc", "host.logging")
-        }
-        path = max(more, key=lambda key: more[key])
-        where = f" on {lines[-1].host}" if lines[-1].host else ""
-        doing[rank] = f"{path} takes {ms(more[path])} more than on the others{where}"
-    code = {rank: text.split(" ")[0] for rank, text in doing.items() if text.startswith(("data", "host."))}
-    yield straggler(last, total, caused, run.wall_ns, doing, "step", code, len(run.ranks[order[0]]))
+    doing: dict[int, str] = {}
+    own_code: dict[int, str] = {}
+    for i, rank in enumerate(order):
+        more, robbed = _more_than_others(run, rank, np.flatnonzero(slowest == i).tolist())
+        late = sum(more.values())
+        if late <= 0:
+            continue
+        # Half of it explains it; less is only listed.
+        first, longest = more.most_common(1)[0]
+        told = more.most_common(1) if 2 * longest >= late else more.most_common(3)
+        host = run.ranks[rank][-1].host
+        doing[rank] = ", ".join(f"{path} takes {ms(ns)}" for path, ns in told if ns > 0)
+        doing[rank] += f" more than on the others{' on ' + host if host else ''}"
+        if 2 * robbed >= late:
+            doing[rank] += f"; for {ms(robbed)} of it others had its CPU"
+        elif 2 * longest >= late and first in _OF_THE_PROGRAM:
+            own_code[rank] = first
+    yield straggler(last, total, caused, run.wall_ns, doing, "step", own_code, len(run.ranks[order[0]]), COMPARE)
+
+
+# Where a rank waits for others. All else is its own, and what of it its program (and not a busy host) makes longer.
+_WAITING = ("compute.backward", "compute.optimizer", "comm", "comm.dp", "straggler", "bubble", "host.sync")
+_OF_THE_PROGRAM = ("data", "checkpoint", "host.gc", "host.logging", "host.other")
+
+
+def _more_than_others(run: RunFacts, rank: int, steps: list[int]) -> tuple[Counter[str], int]:
+    """What these steps took longer on this rank than on the mean of the others, ns: by category of its own work, and
+    of it ready without a CPU."""
+    others = len(run.ranks) - 1
+    more: Counter[str] = Counter()
+    robbed = 0
+    for one, lines in run.ranks.items():
+        weight = others if one == rank else -1
+        for line in (lines[step] for step in steps):
+            robbed += weight * line.waited_ns
+            for path, ns in line.account.items():
+                if path not in _WAITING:
+                    more[path] += weight * ns
+    return Counter({path: ns // others for path, ns in more.items()}), robbed // others
 
 
 def _own_work(line: RankLine) -> int:
-    account = line.account
-    waiting = ("compute.backward", "compute.optimizer", "comm", "comm.dp", "straggler", "bubble", "host.sync")
-    return line.wall_ns - sum(account.get(path, 0) for path in waiting)
+    return line.wall_ns - sum(line.account.get(path, 0) for path in _WAITING)
 
 
 def _communication(run: RunFacts) -> Iterator[Finding]:
@@ -134,7 +158,8 @@ def _garbage(run: RunFacts) -> Iterator[Finding]:
     cost = run.total("host.gc")
     if cost >= GC * run.wall_ns:
         hit = sum(1 for line in run.steps if line.account.get("host.gc"))
-        yield gc_finding(cost, run.wall_ns, f"{ms(cost)} in the collector, in {hit:,} of {len(run.steps):,} steps")
+        seen = f"{ms(cost)} in the collector, in {hit:,} of {len(run.steps):,} steps"
+        yield gc_finding(cost, run.wall_ns, seen, run.on_gpu)
 
 
 def _logging(run: RunFacts) -> Iterator[Finding]:
@@ -173,19 +198,20 @@ def _memory(run: RunFacts) -> Iterator[Finding]:
 def _precision(run: RunFacts) -> Iterator[Finding]:
     row = device_row(run.device)
     start = run.history.sessions[-1].start
-    if start.facts.get("precision") != "fp32" or row is None or not row.rates.get("bf16"):
+    half = next((name for name in ("bf16", "fp16") if row is not None and row.rates.get(name)), None)
+    if start.facts.get("precision") != "fp32" or row is None or half is None:
         return
     compute = run.total("compute") - run.total("compute.optimizer")
-    slow = row.rates.get("fp32") or row.rates["bf16"] / 2
+    slow = row.rates.get("fp32") or row.rates[half] / 2
     yield Finding(
         name="float32-matmuls",
         title="matrix products run in float32",
-        claims={"compute": int(compute * min(0.97, max(0.5, 1 - slow / row.rates["bf16"])))},
+        claims={"compute": int(compute * min(0.97, max(0.5, 1 - slow / row.rates[half])))},
         lower_ns=int(compute * 0.3),
         wall_ns=run.wall_ns,
         evidence=(f"train.precision={run.setting('train.precision', 'float32')} on {run.device}",),
         check="kernel names in a trace: sgemm is float32",
-        remedy="bf16",
+        remedy=half,
     )
 
 

@@ -8,16 +8,19 @@ from collections.abc import Iterator, Mapping
 
 from headway.diagnose.case import Case
 from headway.diagnose.finding import Finding
+from headway.diagnose.findings.host_busy import STEPS_WORK
 from headway.diagnose.view import ms
 
 NOTABLE, CONSTANT = 0.03, 0.6
 _LEAST = 3  # collectives, and steps
+_MANY = 1000  # collectives: more than a step of a large sharded model has
 _ALWAYS = 0.9
 _CODE = "host code: "
 # What every rank runs in a step; more of it on one rank is no code of its own.
-_EVERYBODYS = re.compile(
-    r"^(?:aten|autograd|torch|c10d?|nccl|gloo)::?|^Optimizer\.|^headway\.(?:compute|comm)|^\w+Backward\d"
-)
+_EVERYBODYS = re.compile(rf"{STEPS_WORK}|^headway\.(?:compute|comm)", re.IGNORECASE)
+# How to see that what a rank does meanwhile is the cause: its own code, or a category of its account.
+LEAVE_OUT = "leave `{code}` out on rank {rank} for a few steps: the others' wait goes with it"
+COMPARE = "compare `{code}` of the ranks (ranks/*.jsonl): with rank {rank}'s like the others', their wait is gone"
 # A rank is called the slow one only where equal ranks would hardly ever give such a count.
 _CHANCE = 0.05
 
@@ -34,7 +37,7 @@ def find(case: Case) -> Iterator[Finding]:
     doing = {rank: ", ".join(f"{what} {ms(ns)}" for what, ns in sorted(did.items(), key=lambda x: -x[1])[:3])
              for rank, did in found.doing.items()}  # fmt: skip
     own = {rank: code for rank, did in found.doing.items() if (code := _own_code(did))}
-    steps = min(len(rank.device().steps.rows) or 1 for rank in case.job.ranks)
+    steps = min(len(rank.device().steps.rows) for rank in case.job.ranks) or None
     yield straggler(found.last_arrivals, waited, found.caused_ns, wall, doing, "collective", own, steps)
 
 
@@ -42,9 +45,9 @@ def _own_code(did: Mapping[str, int]) -> str:
     """The host code that fills most of a late rank's time, where it fills half of it; "" where the device computes."""
     code = {what.removeprefix(_CODE): ns for what, ns in did.items() if what.startswith(_CODE)}
     code = {what: ns for what, ns in code.items() if not _EVERYBODYS.search(what)}
-    if not code:
-        return ""
     whole = sum(ns for what, ns in did.items() if not what.startswith(_CODE)) or sum(did.values())
+    if not code or 2 * did.get("compute", 0) >= whole:
+        return ""
     name, ns = max(code.items(), key=lambda item: item[1])
     return name if 2 * ns >= whole else ""
 
@@ -57,12 +60,13 @@ def straggler(
     doing: Mapping[int, str],
     what: str,
     own_code: Mapping[int, str],
-    steps: int,
+    steps: int | None,
+    check: str = LEAVE_OUT,
 ) -> Finding:
     """A constant or a wandering straggler, from how often each rank came last and the others' wait that it caused (ns).
 
-    `own_code` names what a rank's host does meanwhile, where that explains it; `steps` is how many were seen: what is
-    last in every collective of one step was late once.
+    `own_code` names what a rank's host does meanwhile, where that explains it, and `check` how to see that; `steps` is
+    how many were seen (None where the trace names none): what is last in every collective of one step was late once.
 
     Upper bound: the typical rank's wait. Surely won: the slowest rank's part of it, were the next slowest last instead
     (constant); a wandering straggler's cause is on no rank, so that half is put back.
@@ -91,9 +95,12 @@ def straggler(
         ]
     if doing.get(slow):
         evidence.append(f"meanwhile rank {slow}: {doing[slow]}")
-    few = steps < _LEAST
+    few = steps < _LEAST if steps is not None else times < _MANY
+    seen = f"{steps} step{'s' * (steps > 1)}" if steps is not None else f"{times:,} {what}s (the traces name no steps)"
     if few:
-        evidence.append(f"seen in {steps} step{'s' * (steps > 1)}: record some more, to tell a habit from an accident")
+        evidence.append(f"seen in {seen}: record some more, to tell a habit from an accident")
+    elif steps is None:
+        evidence.append(f"judged by {seen}")
     always = constant and not few and count >= _ALWAYS * times
     # A host is not to be blamed for what its program does, nor for what happened once.
     by_code = bool(own_code.get(slow))
@@ -104,7 +111,7 @@ def straggler(
         lower_ns=min(lower, waited),
         wall_ns=wall_ns,
         evidence=tuple(evidence),
-        check=f"leave `{own_code[slow]}` out on rank {slow} for a few steps: the others' wait goes with it"
+        check=check.format(code=own_code[slow], rank=slow)
         if by_code
         else "swap the slow rank's host with another: the fault moves with the host or stays with the rank's data",
         remedy="balance-ranks" if not constant else "mend-rank" if by_code or few else "replace-rank",

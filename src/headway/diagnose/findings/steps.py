@@ -10,6 +10,7 @@ from headway.account.tree import UNACCOUNTED
 from headway.diagnose import cold
 from headway.diagnose.case import Case
 from headway.diagnose.finding import Finding
+from headway.diagnose.findings.host_sync import first_uses
 from headway.diagnose.view import ms
 
 NOTABLE = 0.03
@@ -17,7 +18,12 @@ _SLOW, _LEAST = 1.3, 4
 
 
 def find(case: Case) -> Iterator[Finding]:
-    rows = case.view.device.steps.rows
+    setting_up = case.view.rank.host.start[first_uses(case.view)]
+    rows = [
+        row
+        for row in case.view.device.steps.rows
+        if not ((setting_up >= row.start_ns) & (setting_up < row.end_ns)).any()
+    ]
     walls = [row.shares.wall_ns for row in rows]
     parts: list[Mapping[str, int]] = [
         {"compute": row.shares.compute_ns, "comm": row.shares.exposed_comm_ns, "copy": row.shares.exposed_mem_ns}
