@@ -321,27 +321,33 @@ def test_first_token_latency_of_a_recorded_generation(prompt: int, tokens: int, 
 
 
 @pytest.mark.parametrize(
-    ("calls", "told"),
+    ("calls", "training", "told"),
     [
-        ([(400, 400), (1, 401), (1, 402)], True),
-        ([(400, 512), (1, 512), (1, 512), (1, 512)], True),  # a cache of fixed size
-        ([(197, 197)] * 6 + [(1, 197)] * 2, False),  # an image encoder that pools
-        ([(197, 197), (1, 197), (196, 196), (1, 196)], False),
-        ([(400, 400), (400, 400)], False),
+        ([(400, 400), (1, 401), (1, 402)], False, True),
+        ([(400, 512), (1, 512), (1, 512), (1, 512)], False, True),  # a cache of fixed size
+        ([(400, 400), (1, 401), (1, 402)], True, False),
+        ([(197, 197)] * 6 + [(1, 197)] * 2, False, False),  # an image encoder that pools
+        ([(197, 197), (1, 197), (196, 196), (1, 196)], False, False),
+        ([(400, 400), (400, 400)], False, False),
     ],
-    ids=["generation", "fixed cache", "pooling", "pooling of two sizes", "prefill alone"],
+    ids=["generation", "fixed cache", "training", "pooling", "pooling of two sizes", "prefill alone"],
 )
-def test_prefill_alone_and_pooling_are_no_generation(calls: list[tuple[int, int]], told: bool, tmp_path: Path) -> None:
+def test_prefill_alone_pooling_and_training_are_no_generation(
+    calls: list[tuple[int, int]], training: bool, told: bool, tmp_path: Path
+) -> None:
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         for queries, keys in calls:
-            q, k = torch.ones(1, 2, queries, 8), torch.ones(1, 2, keys, 8)
-            torch.nn.functional.scaled_dot_product_attention(q, k, k)
+            q, k = torch.ones(1, 2, queries, 8, requires_grad=training), torch.ones(1, 2, keys, 8)
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, k)
+            if training:
+                out.sum().backward()
     recorded.export_chrome_trace(str(tmp_path / "t.json"))
     assert (passes_of(case_of(read_job([tmp_path / "t.json"])).view) is not None) == told
 
 
 def test_documents_packed_end_to_end_do_not_tell_their_lengths(tmp_path: Path) -> None:
     trace = Kineto()
+    trace.matmul(5.0)
     for shapes in ([[4096, 8, 64]] * 3, [[1, 4096, 8, 64]] * 3 + [[], [9], [9]], [[2, 400, 8, 64]] * 3 + [[], []]):
         trace.kernel("flash_fwd", 9.0, "aten::_flash_attention_forward", shapes=shapes)
     view = case_of(read_job([trace.write(tmp_path / "t.json")])).view

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from headway.diagnose.diagnosis import Diagnosis
+from headway.diagnose.diagnosis import Diagnosis, diagnose_run
 from headway.diagnose.finding import Finding
 from headway.diagnose.job import Options
 from headway.diagnose.open import open_diagnosis
+from headway.diagnose.run_facts import read_run
 from headway.diagnose.said import Said
+from headway.record.files import write_json
 from headway.train.run import Run
 from tiny import run_file
 from train.running import run
@@ -45,7 +47,7 @@ def test_causes_planted_in_runs_are_found_in_their_folders(tmp_path: Path, monke
         planted.setattr(Run, "next_batch", slowly)
         slow = of_run(
             tmp_path / "slow",
-            model={"attention": "eager"},
+            model={"attention": "eager", "recompute": "full"},
             data={"slots": 512},  # scores are then a fifth of the device's time: far over what is worth a finding
             log={"quiet": True, "profile_every": 5, "profile_steps": 2},
         )
@@ -56,6 +58,11 @@ def test_causes_planted_in_runs_are_found_in_their_folders(tmp_path: Path, monke
     assert starved.proposal().change
     assert found(slow, "attention-unfused") is not None
     assert found(slow, "garbage-collection") is None
+    # The same records on a device of much memory: a process without a device has none of its own to fill.
+    assert found(slow, "recompute-with-free-memory") is None
+    write_json(slow.run.folder.environment, {"gpus": [{"name": "planted", "memory_bytes": 2**40}]})
+    roomy = found(diagnose_run(read_run(slow.run.folder.root)), "recompute-with-free-memory")
+    assert roomy is not None and "model.recompute=full" in roomy.evidence[1]
 
     kept: list[list[int]] = []
 

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from diagnose import causes
+from diagnose.kineto_maker import Kineto
 from diagnose.test_findings import diagnosed, found
 from headway.diagnose import cold, recording
 from headway.diagnose.case import case_of
@@ -60,16 +61,21 @@ def test_a_launch_bound_claim_holds_its_recording_already(tmp_path: Path) -> Non
 
 def test_a_write_holds_no_operator_and_so_no_recording(tmp_path: Path) -> None:
     """Half of each step writes: all of its operators are recorded in the other half."""
-    trace = causes.writing_on_cpu("<built-in function urandom>")
-    for number in range(40):  # operators that only call one other
-        with trace.annotated("aten::view", "cpu_op"), trace.annotated("aten::alias", "cpu_op"):
-            trace.host(3.0)
-        trace.events[-1]["dur"] += 2.0
-        trace.host(1.0 + number % 2)
+
+    def work(trace: Kineto, _: int) -> None:
+        for _ in range(12):  # operators that only call one other
+            with trace.annotated("aten::reshape", "cpu_op"):
+                with trace.annotated("aten::view", "cpu_op"):
+                    trace.host(120.0)
+                trace.host(5.0)
+        with trace.annotated("<built-in function urandom>", "python_function"):
+            trace.host(1500.0)
+
+    trace = causes.each_step(work)
     job = read_job([trace.write(tmp_path / "t.json.gz")])
     item, view = found(diagnose_job(job), "host-busy"), case_of(job).view
     assert item is not None and 0.45 < item.upper_ns / item.wall_ns < 0.55
-    assert item.recorded_ns == recording.recording(view) > 0
+    assert item.recorded_ns == recording.recording(view) == pytest.approx(2 * 5000 * 4 * 24, rel=0.01)
 
 
 @pytest.mark.parametrize(("pause", "wall", "most"), [(100, 1000, 10), (900, 1000, 25), (0, 1000, 0), (1000, 1000, 0)])

@@ -8,15 +8,13 @@ from typing import Any
 
 import msgspec
 import pytest
-import typer
 import yaml
-from typer.testing import CliRunner
 
 from diagnose.causes import fragmented
 from diagnose.kineto_maker import clean
 from headway.account.errors import UserError
 from headway.account.events import Flops, RankLine, SessionStart, StepLine, TraceLine
-from headway.cli.diagnose import register
+from headway.cli.diagnose import diagnose
 from headway.diagnose.compare import compare
 from headway.diagnose.diagnosis import Diagnosis, diagnose_run
 from headway.diagnose.finding import Finding
@@ -342,18 +340,17 @@ def test_slower_convergence_is_found_against_another_run(config: dict[str, Any],
     assert same.findings == () and not same.slower
 
 
-def test_a_run_without_a_step_is_neither_slower_nor_not(tmp_path: Path) -> None:
+def test_a_run_without_a_step_is_neither_slower_nor_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good, empty = made(tmp_path / "good"), made(tmp_path / "empty")
     rewrite(empty, lambda line: None if isinstance(line, StepLine) else line)
     for mine, other in ((empty, good), (good, empty)):
         compared = compare(diagnosed(mine), diagnosed(other))
         assert compared.slower is None and compared.to_dict()["slower"] is None
         assert any("no step was finished" in note and "neither" in note for note in compared.notes)
-    app = typer.Typer()
-    register(app)
     page = tmp_path / "page.html"
-    done = CliRunner().invoke(app, [str(good.root), "--against", str(empty.root), "--html", str(page)])
-    assert done.exit_code == 3 and "not comparable" in done.output and "not slower" not in done.output
+    assert diagnose([good.root], against=empty.root, html=page) == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not comparable" in said and "not slower" not in said
     assert "Not comparable" in page.read_text() and "neither of the two" in page.read_text()
 
 

@@ -68,7 +68,7 @@ def test_a_folder_is_a_run_or_holds_traces(tmp_path: Path) -> None:
     ):
         open_diagnosis([tmp_path / "job"], Options(), Said())
     run = made(tmp_path / "runs" / "one")
-    with pytest.raises(UserError, match=r"no \*\.json\.gz\); a run folder lies below: .*runs/one$"):
+    with pytest.raises(UserError, match=r"\*\.json\.gz\); a run folder lies below: .*runs/one$"):
         open_diagnosis([tmp_path / "runs"], Options(), Said())
     trace = clean(2).write(run.traces / "step-00000004" / "rank-00000.json.gz")
     (trace.parent / "diagnosis.json").write_text("{}")

@@ -64,18 +64,18 @@ def _of_folder(folder: Path, options: Options, memory: MemoryFacts | None, said:
 _OWN_FILES = ("diagnosis.json", "environment.json", "run_id.json")
 
 
-def _traces_in(folder: Path) -> list[Path]:
-    found = sorted(folder.glob("*.json.gz")) + sorted(folder.glob("*.json"))
+def _traces_in(folder: Path, where: str = "") -> list[Path]:
+    """Files that may be traces; `where`: a pattern before their names, of folders below."""
+    found = sorted(folder.glob(f"{where}*.json.gz")) + sorted(folder.glob(f"{where}*.json"))
     return [path for path in found if path.name not in _OWN_FILES]
 
 
 def _further_below(folder: Path) -> str:
     """What the user may have meant."""
-    for below in sorted(path for path in folder.iterdir() if path.is_dir()):
-        if (below / "metrics.jsonl").is_file():
-            return f"; a run folder lies below: {below}"
-        if traces := _traces_in(below):
-            return f"; traces lie further below: give them, {below}/*{traces[0].suffix}"
+    if runs := sorted(folder.glob("*/metrics.jsonl")):
+        return f"; a run folder lies below: {runs[0].parent}"
+    if traces := _traces_in(folder, "*/"):
+        return f"; traces lie further below: give them, {traces[0].parent}/*{traces[0].suffix}"
     return ""
 
 

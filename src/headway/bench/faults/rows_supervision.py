@@ -12,6 +12,8 @@ from typing import Any
 
 from headway.bench.faults.case import Case
 from headway.bench.faults.small_run import Strike, same_documents, train_on_hosts, train_small, twin
+from headway.diagnose.diagnosis import diagnose_run
+from headway.diagnose.run_facts import read_run
 from headway.guard.hosts import HostList
 from headway.guard.memory import NODE
 from headway.guard.oom import OomCounter
@@ -59,7 +61,8 @@ def row_05(case: Case) -> None:
 
 
 def row_06(case: Case) -> None:
-    """A slow rank is named with the phase it is slow in, within 20 steps; nothing is restarted for it."""
+    """A slow rank is named with the phase it is slow in, within 20 steps, and by the run's diagnosis; nothing is
+    restarted for it."""
     victim = case.dice.randrange(2)
     overrides = ("parallel.replicate=2", "parallel.fsdp=1", "train.steps=32", "checkpoint.every=null")
 
@@ -76,6 +79,11 @@ def row_06(case: Case) -> None:
         case.expect(incident.phase == "compute.forward", f"slow in compute.forward, not {incident.phase}")
         case.expect(incident.step <= 3 + 20, f"named within 20 steps, not in step {incident.step}")
     case.expect(run.losses() == twin(case, *overrides).losses(), "losses hex-equal to the twin's")
+    told = [item for item in diagnose_run(read_run(run.folder.root)).findings if item.name.startswith("straggler")]
+    case.expect(
+        bool(told) and f"rank {victim} " in told[0].title and "compute.forward takes" in " ".join(told[0].evidence),
+        f"`headway diagnose` names rank {victim} and its forward pass, not {told}",
+    )
     case.measured(steps_lost=0)
     _a_slow_host_is_left_out(case, overrides)
 
