@@ -137,9 +137,7 @@ def test_compile_auto_decides_from_figures(tmp_path: Path) -> None:
     module = small(num_hidden_layers=3)
     batch: Batch = _batch(320).to(DEVICE)
     long = Length(10**8 if CUDA else 1, 1)
-    found = decide(
-        module, batch, long, NARROW, tmp_path / "none.json", "here", exact=True, plain=lambda: None, fused=lambda: None
-    )
+    found = decide(module, batch, long, NARROW, {}, "here", exact=True, plain=lambda: None, fused=lambda: None)
     print(found.line())
     assert "WARNING" not in found.why and "fails" not in found.why
     assert found.eager_s and (not CUDA or found.compiled_s)

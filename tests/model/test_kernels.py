@@ -16,7 +16,7 @@ from headway.model.head import install_loss_head, loss_head, remove_loss_head, w
 from headway.model.kernels import attention, glu, layer_norm, measure, norm, residual_norm, rotary
 from headway.model.kernels.cache import cache_path, cached_choice
 from headway.model.kernels.case import Candidate, Case, Choice, Result
-from headway.model.kernels.choose import Chosen, Setting, install_kernels, known_or_measured, measure_kernels
+from headway.model.kernels.choose import Before, Chosen, Setting, install_kernels, known_or_measured, measure_kernels
 from headway.model.kernels.linear_loss import chunked_linear_loss
 from headway.model.kernels.measure import choose
 from headway.model.kernels.whole import _batch
@@ -100,6 +100,9 @@ def test_a_soft_cap_behind_the_head_is_found_on_the_whole_model():
     chosen = install_kernels(model, SETTING, measure_kernels(model, SETTING, budget=9))
     assert chosen.choices == () and "nothing is fused" in chosen.warnings[-1]
     assert loss_head(model) is None and gradients(model)[0] == before[0]
+    again = install_kernels(model, SETTING, measure_kernels(model, SETTING, before=Before({}, chosen.plain)))
+    assert again.choices == () and again.plain == chosen.plain and "as in the session before" in again.warnings[0]
+    assert loss_head(model) is None, "a resume of a plain run stays plain"
 
 
 def test_only_rows_with_a_label_reach_the_head_and_no_logits_exist():
@@ -298,6 +301,25 @@ def test_choices_are_kept_by_shape_and_a_damaged_file_is_measured_again():
     assert not all(c.cached for c in measure_kernels(model, other, budget=9).choices)
     cache_path().write_text(json.dumps({"x": {"results": 3}})[:-3])
     assert cached_choice("x") is None and not any(c.cached for c in measure_kernels(model, SETTING, budget=9).choices)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"shape": "4"}, "was chosen for 4 in float32"),
+        ({"dtype": "bfloat16"}, "was chosen for 3 in bfloat16"),
+        ({"chosen": "of another release"}, "is not known here"),
+        ({"chosen": "gone"}, "its kernels are for CUDA"),
+    ],
+)
+def test_what_the_session_before_ran_by_is_repeated_or_said_why_not(changes, reason):
+    candidates = [Candidate("eager", torch.sin), Candidate("gone", torch.sin, lambda: "its kernels are for CUDA")]
+    case = Case("thing", "3", [*candidates, Candidate("slow", torch.sin)], lambda rows: (torch.ones(rows, 3),), 2, 2)
+    known = Choice(**{"operation": "thing", "shape": "3", "dtype": "float32", "chosen": "slow", **changes})
+    again, why_not = Before({"thing": known}).of(case)
+    assert (again is known) == (not reason) and reason in why_not and bool(why_not) == bool(reason)
+    assert Before().of(case) == (None, "")
 
 
 def test_without_time_everything_stays_plain_and_says_so():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,18 +40,18 @@ def small(**changes):
     return load_model(config=config(**changes), dtype="float32", attention="headway", seed=3)
 
 
-def decided(model, tmp_path: Path, length=LONG, exact=True):
+def decided(model, known=None, length=LONG, exact=True):
     calls: list[str] = []
     batch = _batch(embedding_rows(model))
     found = decide(
-        model, batch, length, torch.float32, tmp_path / "environment.json", "cpu",
+        model, batch, length, torch.float32, known or {}, "cpu",
         exact=exact, plain=lambda: calls.append("plain"), fused=lambda: calls.append("fused"),
     )  # fmt: skip
     return found, calls
 
 
 @pytest.mark.parametrize("fault", [None, "a scaled output", "it does not compile"])
-def test_a_layer_is_compiled_compared_and_put_back(tmp_path, monkeypatch, fault):
+def test_a_layer_is_compiled_compared_and_put_back(monkeypatch, fault):
     graphs = []
 
     def backend(graph, inputs):
@@ -67,7 +66,7 @@ def test_a_layer_is_compiled_compared_and_put_back(tmp_path, monkeypatch, fault)
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: original(self, backend=backend))
     torch._dynamo.reset()
     model = small()
-    found, calls = decided(model, tmp_path)
+    found, calls = decided(model)
     torch._dynamo.reset()
     assert graphs and calls == ["plain", "fused"]
     assert all(layer._compiled_call_impl is None for layer in model.model.layers)
@@ -77,20 +76,17 @@ def test_a_layer_is_compiled_compared_and_put_back(tmp_path, monkeypatch, fault)
         assert not found.on and ("wrong by" if fault == "a scaled output" else "compiling fails") in found.why
 
 
-def test_a_short_run_dropout_and_an_earlier_session_need_no_compiler(tmp_path, monkeypatch):
+def test_a_short_run_dropout_and_an_earlier_session_need_no_compiler(monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: pytest.fail("compiled"))
-    found, _ = decided(small(), tmp_path, Length(3, 1))
+    found, _ = decided(small(), length=Length(3, 1))
     assert not found.on and "3 steps could win back 0 s at the very best" in found.why
     dropping = small(model_type="phi3", pad_token_id=0, resid_pdrop=0.1)
-    assert "dropout" in decided(dropping, tmp_path)[0].why
-    record = compiling.as_record(Decision(True, "it was faster"), "cpu")
-    (tmp_path / "environment.json").write_text(json.dumps(record))
+    assert "dropout" in decided(dropping)[0].why
+    found = Decision(True, "it was faster")
     for _ in range(2):
-        found, _ = decided(small(), tmp_path)
+        found, _ = decided(small(), compiling.as_record(found, "cpu"))
         assert found.on and found.why == "as in this run's first session: it was faster"
-        (tmp_path / "environment.json").write_text(json.dumps(compiling.as_record(found, "cpu")))
-    (tmp_path / "environment.json").write_text(json.dumps(compiling.as_record(found, "another device")))
-    assert not decided(small(), tmp_path, Length(3, 1))[0].on
+    assert not decided(small(), compiling.as_record(found, "another device"), Length(3, 1))[0].on
 
 
 def test_a_run_writes_the_decision_down_and_trains_as_ever(tmp_path):

@@ -177,6 +177,32 @@ def test_a_fixed_level_is_not_changed_behind_the_users_back(path: Path) -> None:
     assert isinstance(fit, Fit)
 
 
+def test_a_resume_cuts_micro_batches_as_the_session_before(path: Path) -> None:
+    settings = load_run(path, ["model.recompute=auto"]).config
+    module = load_model(config=config(), seed=0)
+    choice = fitting.Choice(
+        ["full"], estimate(shape_of(module), Work(8, 4, 4), States(0, 0, 0, 0), "full"), 1, 0, False
+    )
+    made = [fitting.make_fit(settings, module, choice, lambda *_: None)]
+    attempts: list[int] = []
+
+    def failing_once(parts: Any) -> None:
+        attempts.append(len(parts))
+        if len(attempts) == 1:
+            raise OutOfMemory("rank 3: out of memory")
+
+    batches = [batch_of([documents([9, 9])], 20)]
+    made[0].run(failing_once, batches)
+    kept = fitting.parts_record(made[0], "card", 2)
+    made += [
+        fitting.make_fit(settings, module, choice, lambda *_: None, fitting.parts_before(*before))
+        for before in [(kept, "card", 2), (kept, "card", 4), (kept, "another card", 2), ({}, "card", 2)]
+    ]
+    for fit in made[1:]:
+        fit.run(failing_once, batches)
+    assert attempts == [1, 2, 2, 1, 1, 1]
+
+
 def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit = tmp_path / "memory.max"
     monkeypatch.setattr(machine_memory, "_CGROUP", (tmp_path / "none", limit))

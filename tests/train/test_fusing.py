@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headway.config.optim import OptimConfig
-from headway.model.kernels.case import Candidate, Case
-from headway.model.kernels.measure import choose
+from headway.model.kernels.case import Candidate, Case, Choice, Result
+from headway.model.kernels.measure import choose, dtype_of
 from headway.record.folder import RunFolder
+from headway.train.decisions import KEY, known_decisions
 from headway.train.optim import build_optimizers, gradient_norms, scale_gradients
 from headway.train.update_case import settled, update_cases
 from tiny import run_file
-from train.running import history, run
+from train.running import history, losses, run
 
 
 @pytest.fixture(autouse=True)
@@ -115,3 +118,65 @@ def test_any_implementation_makes_the_same_updates():
     assert skips
     for other in (after("eager", "eager"), after("foreach", "eager")):
         assert torch.allclose(other[0], weight, atol=1e-6) and not other[1]
+
+
+def names_of(environment):
+    return {
+        choice["operation"]: choice["chosen"] for choice in json.loads(environment.read_text())["kernels"]["choices"]
+    }
+
+
+def other_choices(names):
+    """In place of measuring and of what was measured earlier: of every operation another right candidate, if any."""
+
+    def planted(case, *_):
+        able = [each.name for each in case.candidates if not each.compiles and each.cannot() is None]
+        chosen = next((name for name in able if name != names[case.operation]), names[case.operation])
+        results = tuple(Result(each.name, error=0.0, gradient_error=0.0) for each in case.candidates)
+        return Choice(case.operation, case.shape, dtype_of(case), chosen, results)
+
+    return planted
+
+
+def test_a_resume_runs_the_kernels_of_its_checkpoint_whatever_is_measured_or_torn(tmp_path, monkeypatch):
+    path = run_file(tmp_path, checkpoint={"every": 3}, model={"fuse": "auto"}, train={"compile": "auto"})
+    run(path, "name=whole")
+    whole = RunFolder(tmp_path / "runs" / "whole")
+    names = names_of(whole.environment)
+    monkeypatch.setattr("headway.model.kernels.choose.known_or_measured", other_choices(names))
+
+    def resumed(name):
+        folder = RunFolder(whole.root.with_name(name))
+        shutil.copytree(whole.root, folder.root, symlinks=True)
+        shutil.rmtree(next(folder.checkpoints.glob("step-00000006.*")))
+        folder.environment.write_bytes(whole.environment.read_bytes()[:100])
+        done = run(path, f"name={name}", "log.quiet=false")
+        assert history(path, name).sessions[-1].start.resumed_from == 3
+        return done.out + done.err, names_of(folder.environment), losses(path, name)
+
+    said, found, curve = resumed("torn")
+    assert "as in the session before" in said and "compile: off, as in this run's first session" in said
+    assert found == names and curve == losses(path, "whole")
+    monkeypatch.setattr("headway.train.build.known_decisions", lambda *_: {})
+    said, found, curve = resumed("forgetful")
+    assert "as in the session before" not in said and all(
+        found[name] != names[name] for name in ("optimizer", "clipping")
+    )
+    assert curve[:3] == losses(path, "whole")[:3] and curve[3:] != losses(path, "whole")[3:]
+
+
+def test_decisions_come_from_the_checkpoint_else_from_the_run_folder(tmp_path):
+    def found(meta):
+        return SimpleNamespace(store=SimpleNamespace(read_meta=lambda ref: meta), ref=SimpleNamespace(name="step-3"))
+
+    environment, said = tmp_path / "environment.json", []
+    mine, older = {"kernels": {"device": "here"}}, {"step": 3}
+    assert known_decisions(environment, None, said.append) == {}, "a new run has none, and that is no news"
+    assert known_decisions(environment, found({KEY: mine}), said.append) == mine and not said
+    environment.write_text(json.dumps({"kernels": {"device": "there"}}))
+    assert known_decisions(environment, found({KEY: mine}), said.append) == mine
+    assert known_decisions(environment, found({KEY: {}}), said.append) == {}, "the session before fused nothing"
+    assert known_decisions(environment, found(older), said.append)["kernels"]["device"] == "there" and not said
+    environment.write_text("[1")
+    assert known_decisions(environment, found(older), said.append) == {}
+    assert "cannot be read" in said[0] and "step-3" in said[0]

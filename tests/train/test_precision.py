@@ -167,7 +167,7 @@ def test_float8_auto_measures_a_layer_changes_nothing_and_is_read_back(
 ) -> None:
     model = load_model(config=config(), seed=0, attention="headway")
     settings = load_run(run_file(tmp_path), ["train.precision=float8_auto"]).config
-    environment = tmp_path / "environment.json"
+    known: dict[str, Any] = {}
     device = Device("cpu", 0, "pretended card")
     real = float8.least_seconds
 
@@ -176,7 +176,7 @@ def test_float8_auto_measures_a_layer_changes_nothing_and_is_read_back(
         return (1.0 if narrow else 1.3), real(block, call, turns)[1]
 
     def decide() -> float8.Float8:
-        return float8.decide_float8(settings, model, lambda: _batch(320), device, environment)
+        return float8.decide_float8(settings, model, lambda: _batch(320), device, known)
 
     assert "multiplies nothing in 8 bits" in decide().line() and not decide().on
     monkeypatch.setattr(float8, "cannot", lambda config, device: None)
@@ -184,8 +184,8 @@ def test_float8_auto_measures_a_layer_changes_nothing_and_is_read_back(
     found = decide()
     assert found.on and "1.30 times as fast" in found.why and found.error is not None and 0 < found.error < 0.2
     assert not any(type(m).__name__ == "Float8Linear" for m in model.modules())
-    environment.write_text(json.dumps(float8.as_record(found, device.name)))
+    known |= float8.as_record(found, device.name)
     monkeypatch.setattr(float8, "cannot", lambda config, device: "another machine's mood")
     assert decide().on and decide().why.startswith(decisions.FIRST), "a resume keeps what the run began with"
-    environment.write_text(json.dumps(float8.as_record(found, "another card")))
+    known |= float8.as_record(found, "another card")
     assert not decide().on

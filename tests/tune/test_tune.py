@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from headway.account.account import Account
 from headway.account.errors import UserError
 from headway.account.events import Flops
 from headway.account.tree import STEP
+from headway.cli.main import main
 from headway.config.load import load_run
 from headway.config.run import RunConfig
 from headway.prove.verify import verify
@@ -22,9 +25,9 @@ from headway.train.data import prepare_sources
 from headway.train.step import Learner
 from headway.tune.precision import LayerError, measure_layers, precision_lines, proposed
 from headway.tune.profile import Profile, decided, profile
-from headway.tune.registry import DATA, ranked
+from headway.tune.registry import DATA, larger_micro_batch, pack, ranked
 from headway.tune.rounds import PROVED, Round, beside, changed, table, tune
-from headway.tune.write import tuned_text
+from headway.tune.write import tuned_path, tuned_text
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +133,34 @@ def test_a_change_of_the_training_is_put_back(run_file: Path) -> None:
     assert {each.verdict for each in again} == {PROVED}
 
 
+@pytest.mark.parametrize(("packs", "times"), [(1, []), (2, [2]), (3, [3]), (4, [4, 2]), (5, [5]), (6, [2]), (7, [])])
+def test_a_larger_micro_batch_leaves_the_tokens_of_a_step(run_file: Path, packs: int, times: list[int]) -> None:
+    config = changed(
+        naive(run_file), {"data.pack": "best_fit", "data.slots": 256, "train.global_batch_sequences": packs}
+    )
+    found = larger_micro_batch(config, pretended(config))
+    made = [changed(config, dict(remedy.change)) for remedy in found]
+    assert [each.data.slots // 256 for each in made] == times
+    assert all(each.data.slots * each.sequences_per_step(1) == 256 * packs for each in made)
+
+
+@pytest.mark.parametrize(
+    ("rows", "at_once", "per_row"), [(16, 4, 60), (2, 2, 60), (8, 8, 20), (5, 2, 100), (64, 8, 31)]
+)
+def test_packs_hold_the_tokens_that_the_rows_of_a_step_held(
+    run_file: Path, rows: int, at_once: int, per_row: int
+) -> None:
+    config = changed(naive(run_file), {"data.rows": at_once, "train.global_batch_sequences": rows})
+    seen = replace(pretended(config), tokens=rows * per_row, documents=rows, slots=rows * 128)
+    remedy = pack(config, seen)
+    if rows * per_row < 0.9 * 128:
+        assert remedy is None, f"one pack of 128 slots is more than {rows * per_row} tokens"
+        return
+    assert remedy is not None
+    made = changed(config, dict(remedy.change))
+    assert rows * per_row <= made.data.slots * made.sequences_per_step(1) <= 1.25 * rows * per_row
+
+
 @pytest.mark.parametrize("culprit", ["model.recompute", "model.fuse", "data.slots"])
 def test_what_is_kept_is_proved_once_and_halving_finds_the_change_at_fault(run_file: Path, culprit: str) -> None:
     own = naive(run_file)
@@ -146,6 +177,10 @@ def test_what_is_kept_is_proved_once_and_halving_finds_the_change_at_fault(run_f
     assert bad and all(culprit in each.remedy.change and not each.kept for each in bad)
     assert all(before == own for before, _ in checks), "always against the user's own"
     assert check(own, found.config) is None and all(each.verdict == PROVED for each in found.kept)
+    proved = [str(after) for _, after in checks[:-1]]
+    assert len(proved) == len(set(proved)), "nothing is proved twice"
+    rows = [(each.remedy, each.measured) for each in found.rounds]
+    assert all(rows.count(row) == 1 for row in rows), "nothing is told twice"
     checks.clear()
     run_tune(own, lambda before, after: checks.append((before, after)))
     assert len(checks) == 1, "three trainings for the proof, however many changes"
@@ -237,3 +272,38 @@ def test_precision_proposes_outliers_and_groups_them() -> None:
     errors += [LayerError("model.layers.1.self_attn.q_proj", "Linear", 1e-3)]
     assert proposed(errors, ["*norm*"]) == ("*norm*", "*.mlp.down_proj", "model.layers.0.self_attn.q_proj")
     assert proposed([], ["*norm*"]) == ("*norm*",)
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["tune", *map(str, arguments)])
+    return int(str(end.value.code)), *capsys.readouterr()
+
+
+def test_what_cannot_end_well_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tiny.run_file(tmp_path)
+    monkeypatch.setattr("headway.train.data.prepare_sources", lambda *_: pytest.fail("the work began"))
+    code, _, said = command(capsys, path, "train.precision=float8_auto")
+    assert code == 2 and "tune: train.precision float8_auto is decided by measuring" in said
+    tuned_path(path).mkdir()
+    code, _, said = command(capsys, path)
+    assert code == 2 and "run.tuned.yaml is a folder" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_a_full_disk_at_the_end_takes_nothing_of_what_was_measured(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], json: bool
+) -> None:
+    def full(path: Path, content: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("headway.record.files.write_atomic", full)
+    monkeypatch.setattr("headway.tune.profile.profile", lambda config, *_, **__: pretended(config))
+    verdict = SimpleNamespace(verdict=SimpleNamespace(same=True))
+    monkeypatch.setattr("headway.prove.verify.verify", lambda *_, **__: verdict)
+    overrides = ["preset=naive", "data.rows=4", "train.global_batch_sequences=16"]
+    code, out, said = command(capsys, run_file, *overrides, *(["--json"] if json else []))
+    assert code == 1 and "No space left on device" in said and PROVED in out and "larger-micro-batch" in out
+    assert not json or yaml.safe_load(out)["written"] is None

@@ -27,13 +27,17 @@ def out_path(value: str | Path) -> Path:
     A device, a pipe or a socket is refused: files are put in place by renaming, which would replace it.
     """
     path = in_path(value)
-    try:
-        problem = _problem(path, str(value))
-    except OSError as error:  # a name too long, a loop of links, a folder that may not be looked into
-        problem = f"cannot be written: {(error.strerror or str(error)).lower()}"
-    if problem:
+    if problem := why_not_written(path, str(value)):
         raise typer.BadParameter(f"{value} {problem}")
     return path
+
+
+def why_not_written(path: Path, said: str) -> str:
+    """Why no file can be put there, in words that follow its name; empty where one can."""
+    try:
+        return _problem(path, said)
+    except OSError as error:  # a name too long, a loop of links, a folder that may not be looked into
+        return f"cannot be written: {(error.strerror or str(error)).lower()}"
 
 
 def _problem(path: Path, said: str) -> str:

@@ -35,11 +35,19 @@ def tune(
 
     Example: headway tune run.yaml preset=naive
     """
+    from headway.account.errors import UserError
+    from headway.cli.paths import why_not_written
     from headway.cli.progress import progress
     from headway.config.load import load_run
+    from headway.prove.verify import refuse_measured_precision
     from headway.train.data import prepare_sources
+    from headway.tune.write import tuned_path
 
     config = load_run(run_file, overrides or []).config
+    if not precision:  # before the hours of work: neither can be mended at their end
+        refuse_measured_precision("tune", config)
+        if problem := why_not_written(written := tuned_path(run_file), str(written)):
+            raise UserError(f"{written} {problem}; tune writes what it finds there")
     prepare_sources(config, _say, None if json else progress())
     with tempfile.TemporaryDirectory(prefix="headway-tune-") as scratch:
         if precision:
@@ -60,6 +68,7 @@ def _tune(
 ) -> int:
     from headway.config.load import load_run
     from headway.prove.verify import verify
+    from headway.record.files import write_atomic
     from headway.tune.profile import Profile, profile
     from headway.tune.rounds import Round, beside, table
     from headway.tune.rounds import tune as run_tune
@@ -88,16 +97,22 @@ def _tune(
         _say(f"{done.remedy.name}: {done.verdict}" + ("" if done.measured is None else f" ({done.measured:+.1%})"))
 
     found = run_tune(config, measure, check, tell)
-    written = tuned_path(run_file)
-    written.write_text(_text(run_file, overrides, found), encoding="utf-8")
-    shares = [] if other is None else beside(found, other, measure)
-    if json:
-        print_json({**_record(found, written), "over_preset": {against: shares} if against else {}})
-    else:
-        print("\n".join(table(found)))
-        if shares:
-            print(f"of preset {against} in packs of the same size, in turn: {', '.join(f'{x:.1%}' for x in shares)}")
-        print(f"written: {written}")
+    if not json:
+        print("\n".join(table(found)), flush=True)
+    record = _record(found)
+    shares: list[float] = []
+    try:
+        written = tuned_path(run_file)
+        write_atomic(written, _text(run_file, overrides, found))
+        record["written"] = str(written)
+        if not json:
+            print(f"written: {written}", flush=True)
+        shares = [] if other is None else beside(found, other, measure)
+    finally:  # the measurements are told, whatever the disk or the preset does
+        if json:
+            print_json({**record, "over_preset": {against: shares} if shares else {}})
+    if shares and not json:
+        print(f"of preset {against} in packs of the same size, in turn: {', '.join(f'{x:.1%}' for x in shares)}")
     return 0
 
 
@@ -115,9 +130,9 @@ def _text(run_file: Path, overrides: list[str], found: Any) -> str:
     return head + tuned_text(text, changes)
 
 
-def _record(found: Any, written: Path) -> dict[str, Any]:
+def _record(found: Any) -> dict[str, Any]:
     return {
-        "written": str(written),
+        "written": None,
         "tokens_per_second": {"before": found.first.speed, "after": found.last.speed},
         "mfu": {"before": found.first.mfu, "after": found.last.mfu},
         "rounds": [

@@ -65,7 +65,7 @@ class LossHead:
             loss, nll = self.implementation(
                 rows, self.head.weight, self.head.bias, labels, expected.z_loss, expected.label_smoothing
             )
-            nll = nll.detach()
+            nll = nll.detach().to(torch.promote_types(nll.dtype, torch.float32))  # counts and sums rest on it
             expected.nll = nll.sum()
             if nll.ndim:
                 expected.each = nll if trained is None else _spread(nll, trained, expected.labels.numel())

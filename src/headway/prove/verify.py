@@ -63,8 +63,7 @@ def verify(
         UserError: the two do not train on the same documents, or one of them cannot be built.
     """
     refuse_other_documents(a, b)
-    if "float8_auto" in (a.train.precision, b.train.precision):
-        raise UserError("verify: train.precision float8_auto is decided by measuring; write float8 or bfloat16")
+    refuse_measured_precision("verify", a, b)
     prepare_sources(a, say)
     plan = documents_of(a, steps, held_out)
     _refuse_short_packs(b, plan)
@@ -75,6 +74,12 @@ def verify(
     spread = _seed_spread(a, scratch, steps, trajectory_a, say) if seed_band else None
     verdict = judge(trajectory_a, trajectory_b, twin, spread)
     return Verified(verdict, trajectory_a, trajectory_b, twin, tuple(config_diff(a, b)), steps, plan.unseen)
+
+
+def refuse_measured_precision(command: str, *configs: RunConfig) -> None:
+    """Raises UserError where what the products run in is only known when the run starts."""
+    if any(config.train.precision == "float8_auto" for config in configs):
+        raise UserError(f"{command}: train.precision float8_auto is decided by measuring; write float8 or bfloat16")
 
 
 def reference_of(config: RunConfig) -> RunConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +18,14 @@ from headway.model.kernels.choose import Chosen, fused_layers, plain_layers
 from headway.model.precision import keep_wide, use_float8
 from headway.parallel.mesh import build_mesh
 from headway.parallel.wrap import Replicas, transformer_blocks, wrap
-from headway.record.folder import RunFolder
 from headway.train import fitting
 from headway.train.compiling import Decision, Length, compile_layers, decide
+from headway.train.compiling import as_record as decision_record
 from headway.train.data import Say
+from headway.train.decisions import Known
 from headway.train.float8 import Float8, decide_float8
+from headway.train.float8 import as_record as float8_record
+from headway.train.fusing import as_record as kernels_record
 from headway.train.fusing import fuse, setting_of
 from headway.train.model import BuiltModel, build_model
 from headway.train.optim import Optimizers, build_optimizers
@@ -30,7 +34,8 @@ from headway.train.place import Place
 
 @dataclass(frozen=True)
 class Assembled:
-    """kernels: what `model.fuse` chose, None where nothing is fused. compiled: whether the layers are, and why."""
+    """kernels: what `model.fuse` chose, None where nothing is fused. compiled: whether the layers are, and why.
+    decisions: all that was decided by measuring, for environment.json and for the run's checkpoints."""
 
     model: BuiltModel
     replicas: Replicas
@@ -38,6 +43,7 @@ class Assembled:
     kernels: Chosen | None
     compiled: Decision
     float8: Float8 | None = None
+    decisions: dict[str, Any] = field(default_factory=dict)
 
     @property
     def trained_head(self) -> bool:
@@ -49,8 +55,11 @@ class Assembled:
         return self.compiled.on or (self.kernels is not None and self.kernels.compiles())
 
 
-def assemble(config: RunConfig, place: Place, view: View, steps: int, folder: RunFolder, say: Say) -> Assembled:
-    """Loads, proves, fuses, compiles, wraps: in this order, because each step looks at what the one before made."""
+def assemble(config: RunConfig, place: Place, view: View, steps: int, known: Known, say: Say) -> Assembled:
+    """Loads, proves, fuses, compiles, wraps: in this order, because each step looks at what the one before made.
+
+    known: decisions of the session that this one goes on from.
+    """
     model = build_model(config)
     check_vocabulary(view, model.shape.vocab)
     model.module.to(place.device.torch)
@@ -58,13 +67,13 @@ def assemble(config: RunConfig, place: Place, view: View, steps: int, folder: Ru
     with torch.autocast(place.device.type, place.compute_dtype, enabled=place.compute_dtype != torch.float32):
         proof = prove_isolation(model.module, device=place.device.torch, packed=config.data.packed)
     say(f"isolation: {proof.summary()}")
-    kernels = fuse(config, model.module, view, place.device, place.compute_dtype, say)
+    kernels = fuse(config, model.module, view, place.device, place.compute_dtype, say, known)
     # Only now: float8 has one scale a tensor, so a document's largest value changes how its neighbours are rounded.
-    float8 = _float8(config, model, view, place, folder)
+    float8 = _float8(config, model, view, place, known)
     in_float8 = config.train.precision == "float8" or (float8 is not None and float8.on)
     for line in _precision(config, model.module, place, float8, in_float8):
         say(f"precision: {line}")
-    compiled = _compile(config, model, view, place, steps, folder, kernels, exact=not in_float8)
+    compiled = _compile(config, model, view, place, steps, known, kernels, exact=not in_float8)
     if config.train.compile == "auto":
         say(compiled.line())
     if compiled.on:
@@ -82,7 +91,13 @@ def assemble(config: RunConfig, place: Place, view: View, steps: int, folder: Ru
     optimizers = build_optimizers(model.module, config.optim, adamw)
     if place.device.type == "cuda" and not optimizers.skips_on_device:
         say(f"optimizer: {config.optim.name} cannot skip a step on the device; the host waits for it once a step")
-    return Assembled(model, replicas, optimizers, kernels, compiled, float8)
+    device = place.device.name
+    decisions = {
+        **({} if kernels is None else {"kernels": {**kernels_record(kernels), "device": device}}),
+        **(decision_record(compiled, device) if config.train.compile == "auto" else {}),
+        **float8_record(float8, device),
+    }
+    return Assembled(model, replicas, optimizers, kernels, compiled, float8, decisions)
 
 
 def _compile(
@@ -91,7 +106,7 @@ def _compile(
     view: View,
     place: Place,
     steps: int,
-    folder: RunFolder,
+    known: Known,
     kernels: Chosen | None,
     *,
     exact: bool,
@@ -113,7 +128,7 @@ def _compile(
     length = Length(steps, max(1, sequences if config.data.packed else sequences // config.data.rows))
     batch = fitting.typical_batch(config, model.shape.vocab, setting.lengths).to(place.device.torch)
     decision = decide(
-        model.module, batch, length, place.compute_dtype, folder.environment, place.device.name,
+        model.module, batch, length, place.compute_dtype, known, place.device.name,
         exact=exact, plain=plain, fused=fused,
     )  # fmt: skip
     if decision.on:
@@ -121,7 +136,7 @@ def _compile(
     return decision
 
 
-def _float8(config: RunConfig, model: BuiltModel, view: View, place: Place, folder: RunFolder) -> Float8 | None:
+def _float8(config: RunConfig, model: BuiltModel, view: View, place: Place, known: Known) -> Float8 | None:
     """What `float8_auto` decides, None where the run file decides."""
     if config.train.precision != "float8_auto":
         return None
@@ -130,7 +145,7 @@ def _float8(config: RunConfig, model: BuiltModel, view: View, place: Place, fold
     def batch() -> Batch:
         return fitting.typical_batch(config, model.shape.vocab, lengths).to(place.device.torch)
 
-    return decide_float8(config, model.module, batch, place.device, folder.environment)
+    return decide_float8(config, model.module, batch, place.device, known)
 
 
 def _precision(config: RunConfig, module: nn.Module, place: Place, float8: Float8 | None, in_float8: bool) -> list[str]:

@@ -42,13 +42,11 @@ from headway.train.agreement import first_failure
 from headway.train.assemble import Assembled, assemble
 from headway.train.cadence import SPIKES_A_STEP, Cadence, Every
 from headway.train.clock import StepClock
-from headway.train.compiling import as_record as decision_record
 from headway.train.data import Say, decoder, evaluation_view, make_stream, prepare_sources, total_steps, training_view
+from headway.train.decisions import Known, known_decisions
 from headway.train.evaluate import Evaluator
 from headway.train.export import export_live
-from headway.train.float8 import as_record as float8_record
 from headway.train.flop_counter import FlopCounter
-from headway.train.fusing import as_record
 from headway.train.hook import HookFactory, HookPlace
 from headway.train.look import remote_place
 from headway.train.loss_scale import LossScale
@@ -139,7 +137,8 @@ def _build(
         _check_schedule(config, steps)
         resuming.refuse_early(config, stream, found)
     with run_clock.phase("startup.model"):
-        made = assemble(config, place, view, steps, folder, say)
+        known = known_decisions(folder.environment, found, say)
+        made = assemble(config, place, view, steps, known, say)
         model = made.model
     identity = resuming.run_identity(config, stream, model.config.to_dict(), model.base_digest)
     with run_clock.phase("startup.model" if found is None else "downtime.reload"):
@@ -156,7 +155,7 @@ def _build(
     session = resuming.next_session(folder)
     clock = StepClock(place.device.type)
     clock.watch = beacon
-    _write_down(config, folder, place, made, peak)
+    _write_down(config, folder, made, peak)
     reporter = Reporter(
         session=session,
         rank=place.rank,
@@ -178,7 +177,7 @@ def _build(
         watch_compilation(beacon)
     learner = _learner(config, made, clock, place, state, tiers.fence)
     with run_clock.phase("compile"):
-        fit, facts, optimizer_bytes = _fit(config, learner, model, place, reporter, state.step, say)
+        fit, facts, optimizer_bytes = _fit(config, learner, model, place, reporter, known, say)
     failures, device_s = resuming.failures_so_far(folder)
     every = every_of(config.checkpoint)
     kept = [p for p in model.module.parameters() if p.requires_grad or config.model.lora is None]
@@ -232,6 +231,7 @@ def _build(
         # Last: until here a signal ends the process at once, since there is nothing to save.
         stop=StopRequest(),
         identity=identity,
+        decisions=made.decisions,
         export=lambda: export_live(config, model, folder.final_model),
         exported=folder.final_model,
         evaluator=evaluator,
@@ -331,7 +331,7 @@ def _guard_line(config: RunConfig, memory_every: Every) -> str:
 
 
 def _fit(
-    config: RunConfig, learner: Learner, model: BuiltModel, place: Place, reporter: Reporter, step: int, say: Say
+    config: RunConfig, learner: Learner, model: BuiltModel, place: Place, reporter: Reporter, known: Known, say: Say
 ) -> tuple[Fit, list[str], float]:
     """The recompute level: estimated, set, and (on a device) rehearsed on the worst micro-batch.
 
@@ -339,7 +339,8 @@ def _fit(
     """
     replicas, shards = learner.replicas, place.layout.shard
     choice = fitting.choose_level(config, model.shape, replicas, shards, place.ranks_here)
-    fit = fitting.make_fit(config, model.module, choice, reporter.out_of_memory)
+    parts = fitting.parts_before(known, place.device.name, place.world)
+    fit = fitting.make_fit(config, model.module, choice, reporter.out_of_memory, parts)
     lines = fitting.describe(config, choice, model.shape, replicas, shards)
     if choice.rehearse:
         lines.append(fitting.rehearse(fit, learner, config, model.shape.vocab, choice.optimizer_bytes))
@@ -377,7 +378,7 @@ def _evaluator(config: RunConfig, view: View, place: Place, made: Assembled, say
     return Evaluator(_shaped(stream, place, made), place.rank, place.world, place.device.torch, config.eval.batches)
 
 
-def _write_down(config: RunConfig, folder: RunFolder, place: Place, made: Assembled, peak: Peak) -> None:
+def _write_down(config: RunConfig, folder: RunFolder, made: Assembled, peak: Peak) -> None:
     def write() -> None:
         try:
             save()
@@ -388,10 +389,7 @@ def _write_down(config: RunConfig, folder: RunFolder, place: Place, made: Assemb
 
     def save() -> None:
         write_atomic(folder.config, dump_yaml(config))
-        facts = {**collect_environment(), "peak": asdict(peak)}
-        chosen = {} if made.kernels is None else {"kernels": as_record(made.kernels)}
-        decided = decision_record(made.compiled, place.device.name) if config.train.compile == "auto" else {}
-        write_json(folder.environment, {**facts, **chosen, **decided, **float8_record(made.float8, place.device.name)})
+        write_json(folder.environment, {**collect_environment(), "peak": asdict(peak), **made.decisions})
 
     control().on_main(write, UserError, (OSError,))
 

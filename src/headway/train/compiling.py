@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from headway.model.forward import attention_of, call_arguments
 from headway.model.kernels.case import tensors
 from headway.model.kernels.measure import BOUNDS, compare
 from headway.parallel.wrap import transformer_blocks
-from headway.train.decisions import decided
+from headway.train.decisions import Known, decided
 from headway.train.memory import keep_random_state
 
 EXPECTED_S = {"cpu": 60.0, "cuda": 30.0}
@@ -68,7 +67,7 @@ def decide(
     batch: Batch,
     length: Length,
     dtype: torch.dtype,
-    environment: Path,
+    known: Known,
     device: str,
     *,
     exact: bool,
@@ -77,15 +76,15 @@ def decide(
 ) -> Decision:
     """What rank 0 found, on all ranks; nothing stays compiled and the model's kernels are as before. Collective.
 
-    Call it before the model is wrapped. environment: the run folder's, where an earlier session's decision stands.
+    Call it before the model is wrapped. known: where an earlier session's decision stands.
     exact: whether the layers can be computed in a wider type (not in float8). plain, fused: take back and put back the
     kernels between a layer's products, which compiling replaces.
     """
 
     def measured() -> Decision:
-        known = decided(environment, "compile", device, Decision)
-        if known is not None:
-            return known
+        before = decided(known, "compile", device, Decision)
+        if before is not None:
+            return before
         with keep_random_state():
             try:
                 return _measure(module, batch, length, dtype, exact, plain)
@@ -229,5 +228,5 @@ def compile_layers(blocks: Sequence[nn.Module]) -> None:
 
 
 def as_record(decision: Decision, device: str) -> dict[str, Any]:
-    """For environment.json, where a resume reads it."""
+    """For environment.json and for checkpoints, where a resume reads it."""
     return {"compile": {**asdict(decision), "device": device}}

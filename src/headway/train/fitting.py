@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from headway.plan.activations import (
     offload_cost,
     optimizer_offload_cost,
 )
+from headway.train.decisions import Known
 from headway.train.memory import Fit, keep_random_state
 from headway.train.step import Learner
 
@@ -194,8 +196,24 @@ def _states(config: RunConfig, replicas: Replicas, shards: int) -> States:
 Most = Callable[[int], int]
 
 
-def make_fit(config: RunConfig, module: nn.Module, choice: Choice, tell: Callable[[str, str, float], None]) -> Fit:
-    """Levels may change while training only under `auto`; a fixed level is an answer that the user gave."""
+def make_fit(
+    config: RunConfig, module: nn.Module, choice: Choice, tell: Callable[[str, str, float], None], parts: int = 1
+) -> Fit:
+    """Levels may change while training only under `auto`; a fixed level is an answer that the user gave. parts: into
+    which micro-batches are cut from the first step on."""
     set_recompute(module, choice.levels[0])
     auto = config.model.recompute == "auto"
-    return Fit(module, list(choice.levels), most=lambda mine: max(control().gather(mine)) if auto else 1, tell=tell)
+    most = (lambda mine: max(control().gather(mine))) if auto else (lambda mine: 1)
+    return Fit(module, list(choice.levels), most=most, tell=tell, parts=parts if auto else 1)
+
+
+def parts_record(fit: Fit, device: str, ranks: int) -> dict[str, Any]:
+    """For checkpoints: cut micro-batches add up in another order, so a resume cuts them from its first step on."""
+    return {"parts": {"device": device, "ranks": ranks, "parts": fit.parts}}
+
+
+def parts_before(known: Known, device: str, ranks: int) -> int:
+    """Into how many parts the session before cut micro-batches; 1 on another device or number of ranks, where the
+    memory is another one."""
+    before = known.get("parts", {})
+    return int(before["parts"]) if (before.get("device"), before.get("ranks")) == (device, ranks) else 1

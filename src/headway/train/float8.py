@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from headway.model.precision import linear_to_float8
 from headway.parallel.device import Device
 from headway.parallel.wrap import transformer_blocks
 from headway.train.compiling import inputs_of, least_seconds
-from headway.train.decisions import decided
+from headway.train.decisions import Known, decided
 from headway.train.memory import keep_random_state
 
 WORTH = 1.10
@@ -50,17 +49,17 @@ class Float8:
 
 
 def decide_float8(
-    config: RunConfig, module: nn.Module, batch: Callable[[], Batch], device: Device, environment: Path
+    config: RunConfig, module: nn.Module, batch: Callable[[], Batch], device: Device, known: Known
 ) -> Float8:
     """What rank 0 found, on all ranks; the model stays as it is. Collective; call it before the model is wrapped.
 
-    batch: makes a typical micro-batch on the device. environment: the run folder's, where an earlier decision stands.
+    batch: makes a typical micro-batch on the device. known: where an earlier session's decision stands.
     """
 
     def measured() -> Float8:
-        known = decided(environment, "float8", device.name, Float8)
-        if known is not None:
-            return known
+        before = decided(known, "float8", device.name, Float8)
+        if before is not None:
+            return before
         reason = cannot(config, device)
         if reason is not None:
             return Float8(False, reason)
@@ -121,5 +120,5 @@ def judged(bfloat16_s: float, float8_s: float, error: float) -> Float8:
 
 
 def as_record(decision: Float8 | None, device: str) -> dict[str, Any]:
-    """For environment.json, where a resume reads it."""
+    """For environment.json and for checkpoints, where a resume reads it."""
     return {} if decision is None else {"float8": {**asdict(decision), "device": device}}

@@ -15,16 +15,19 @@ from headway.account.errors import UserError
 from headway.config.run import RunConfig
 from headway.data.view import View
 from headway.guard.process_group import control
+from headway.model.kernels.cache import choice_of
 from headway.model.kernels.choose import (
     BUDGET,
+    NOTHING,
+    Before,
     Chosen,
     Setting,
+    again_or_measured,
     install_kernels,
-    known_or_measured,
     measure_kernels,
-    wrong_ones,
 )
 from headway.parallel.device import Device
+from headway.train.decisions import Known
 from headway.train.update_case import settled, update_cases
 
 UPDATE_SHARE = 0.1
@@ -71,14 +74,19 @@ def fuse(
     device: Device,
     dtype: torch.dtype,
     say: Callable[[str], None],
+    known: Known,
     budget: float = BUDGET,
 ) -> Chosen | None:
     """Chooses and installs kernels where the run file asks for it. Collective: rank 0 measures, all use what it found.
-    Call it before the model is compiled and wrapped."""
+    Call it before the model is compiled and wrapped. known: decisions of the session that this one goes on from."""
     if config.model.fuse == "none":
         return None
-    setting = setting_of(config, view, device, dtype)
-    measured = control().on_main(lambda: measure(config, model, setting, budget), UserError, (UserError,))
+    setting, before = setting_of(config, view, device, dtype), before_of(known, device.name)
+    if known.get("kernels") and before is NOTHING:
+        say(f"kernels: the session before did not run on {device.name}: chosen anew")
+    measured = control().on_main(
+        lambda: measure(config, model, setting, budget, before=before), UserError, (UserError,)
+    )
     chosen = install_kernels(model, setting, measured)
     say(chosen.summary())
     for warning in chosen.warnings:
@@ -86,29 +94,57 @@ def fuse(
     return chosen
 
 
-def measure(config: RunConfig, model: nn.Module, setting: Setting, budget: float, *, fresh: bool = False) -> Chosen:
-    """The model's own operations, and those of the update; changes nothing. fresh: measure what is known too."""
+def measure(
+    config: RunConfig,
+    model: nn.Module,
+    setting: Setting,
+    budget: float,
+    *,
+    fresh: bool = False,
+    before: Before = NOTHING,
+) -> Chosen:
+    """The model's own operations, and those of the update; changes nothing. fresh: measure what is known too.
+    before: what is repeated unmeasured."""
     started = time.monotonic()
     dtype = next(model.parameters()).dtype
-    update = [
-        settled(known_or_measured(case, setting.device_name, dtype, budget * UPDATE_SHARE, fresh))
-        for case in update_cases(model, config.optim)
-    ]
+    update, warnings = [], []
+    for case in update_cases(model, config.optim):
+        choice, told = again_or_measured(
+            case, setting.device_name, dtype, budget * UPDATE_SHARE, settled, fresh=fresh, before=before
+        )
+        update.append(choice)
+        warnings += told
     spent = time.monotonic() - started
-    found = measure_kernels(model, setting, budget=budget * (1 - PROOF_SHARE) - spent, fresh=fresh)
-    warnings = [text for choice in update for text in wrong_ones(choice)]
+    found = measure_kernels(model, setting, budget=budget * (1 - PROOF_SHARE) - spent, fresh=fresh, before=before)
     return replace(
         found,
         update=tuple(update),
         warnings=(*found.warnings, *warnings),
         seconds=time.monotonic() - started,
+        again=all(choice is before.choices.get(choice.operation) for choice in (*found.choices, *update)),
     )
 
 
 def as_record(chosen: Chosen) -> dict[str, Any]:
-    """For environment.json: every operation's choice, errors and timings, the candidates not used and why."""
+    """Every operation's choice, errors and timings, the candidates not used and why."""
     return {
         "seconds": chosen.seconds,
         "warnings": list(chosen.warnings),
-        "choices": [asdict(choice) for choice in (*chosen.choices, *chosen.update)],
+        "plain": chosen.plain,
+        "choices": [
+            {**asdict(choice), "results": [asdict(result) for result in choice.results]}
+            for choice in (*chosen.choices, *chosen.update)
+        ],
     }
+
+
+def before_of(known: Known, device: str) -> Before:
+    """What the session before ran by on such a device, from its record; nothing where that is not known."""
+    try:
+        record = known["kernels"]
+        if record["device"] != device:
+            return NOTHING
+        choices = [choice_of(item) for item in record["choices"]]
+        return Before({choice.operation: choice for choice in choices if choice is not None}, record.get("plain", ""))
+    except (KeyError, TypeError, AttributeError):
+        return NOTHING

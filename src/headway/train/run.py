@@ -28,7 +28,9 @@ from headway.guard.signals import StopRequest, agree_to_stop
 from headway.guard.training_state import Capture
 from headway.guard.tree import Tree
 from headway.train.clock import StepClock
+from headway.train.decisions import KEY
 from headway.train.evaluate import Evaluator
+from headway.train.fitting import parts_record
 from headway.train.flop_counter import FlopCounter
 from headway.train.hook import StepHook
 from headway.train.memory import Fit
@@ -50,7 +52,7 @@ class Run:
     """Everything one rank needs to train, and the rules of when. All ranks call the same methods in the same order.
 
     step counts the steps made (skipped ones included); position is where the data goes on. saved_step: the newest that
-    is on the disk for certain, -1 for none.
+    is on the disk for certain, -1 for none. decisions: what was decided by measuring, which a resume repeats.
     """
 
     config: RunConfig
@@ -68,6 +70,7 @@ class Run:
     lock: FolderLock
     stop: StopRequest
     identity: dict[str, Any]
+    decisions: dict[str, Any]
     export: Callable[[], None]
     exported: Path
     evaluator: Evaluator | None = None
@@ -288,12 +291,14 @@ class Run:
         return self._capture.tree()
 
     def _meta(self) -> dict[str, Any]:
+        facts = self.session_start
         return {
             "step": self.step,
             "position": self.position.to_dict(),
             "totals": self.reporter.totals.to_dict(),
             "session": self.reporter.session,
             "identity": self.identity,
+            KEY: {**self.decisions, **parts_record(self.fit, facts.device, facts.world_size)},
             "loss_scale": self.learner.scale.state() if self.learner.scale else None,
             "guard": self.spikes.state(),
             "quarantine": self.spikes.quarantine.state(),

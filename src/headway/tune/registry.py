@@ -5,6 +5,7 @@ The remedies themselves are registered once, in `diagnose.remedies`. Those of da
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,18 +14,26 @@ from headway.config.run import RunConfig
 from headway.diagnose.remedies import predict
 from headway.tune.profile import Profile
 
+LEAST_FILL = 0.9
+"""Share of a pack's slots that the step it replaces must fill; packs of many documents are about as full."""
+SLOTS = 64
+"""Packs are a multiple of this, which kernels are made for."""
+
 Maker = Callable[[RunConfig, Profile], Remedy | list[Remedy] | None]
 
 
 def pack(config: RunConfig, seen: Profile) -> Remedy | None:
-    """Whole documents share a pack instead of each padding a row."""
+    """Whole documents share a pack instead of each padding a row; a step stays as large as it was, in tokens."""
     if config.data.packed or seen.padding < 0.01:
         return None
     rows = config.sequences_per_step(1)
     per_row = seen.tokens / max(1, seen.documents)
-    # A pack holds what a micro-batch of rows held.
-    slots = config.data.seq_len * max(1, round(min(rows, config.data.rows) * per_row / config.data.seq_len))
-    packs = max(1, round(rows * per_row / slots))
+    tokens = rows * per_row
+    if tokens < LEAST_FILL * config.data.seq_len:
+        return None  # a pack must hold the longest document: one would already be more than the step
+    # A pack holds about what a micro-batch of rows held; its size follows from a whole number of them.
+    packs = max(1, round(tokens / max(config.data.seq_len, min(rows, config.data.rows) * per_row)))
+    slots = max(config.data.seq_len, SLOTS * math.ceil(tokens / packs / SLOTS))
     change: dict[str, Any] = {"data.pack": "best_fit", "data.slots": slots, "train.global_batch_sequences": packs}
     if config.model.attention in ("sdpa", "eager"):
         # transformers' masks over a pack cost its square; one call a document costs only what is real
@@ -35,7 +44,7 @@ def pack(config: RunConfig, seen: Profile) -> Remedy | None:
         gain=(0.7 * seen.padding * compute, seen.padding * compute),
         evidence=(
             f"{seen.padding:.1%} of {seen.slots:,} slots are padding",
-            f"{rows} rows a step hold about {rows * per_row:,.0f} tokens: {packs} packs of {slots} slots",
+            f"{rows} rows a step hold about {tokens:,.0f} tokens: {packs} packs of {slots} slots",
         ),
         change=change,
     )
@@ -81,20 +90,24 @@ def fuse(config: RunConfig, seen: Profile) -> Remedy | None:
 
 
 def larger_micro_batch(config: RunConfig, seen: Profile) -> list[Remedy]:
-    """More slots in fewer micro-batches: the same documents a step, larger matrix products. Four times as many first,
-    then twice as many: each trial costs a profile."""
+    """More slots in fewer micro-batches: the same documents a step, larger matrix products.
+
+    Only what divides the step's packs: five packs are no two of four times the size. Four times as many first, then
+    twice as many, or the smallest number that divides: each trial costs a profile.
+    """
     packs = config.sequences_per_step(1)
-    if not config.data.packed or packs < 2:
+    if not config.data.packed:
         return []
+    whole = [times for times in (4, 2) if packs % times == 0] or [times for times in (3, 5) if packs % times == 0][:1]
     host = seen.account.share("host") + seen.account.share("unaccounted")
     return [
         predict(
             "larger-micro-batch",
             gain=(0.0, min(1.0, host + 0.05 * (1 - 1 / times))),
             evidence=(f"a step is {packs} micro-batches of {config.data.slots} slots",),
-            change={"data.slots": times * config.data.slots, "train.global_batch_sequences": -(-packs // times)},
+            change={"data.slots": times * config.data.slots, "train.global_batch_sequences": packs // times},
         )
-        for times in ((4, 2) if packs > 2 else (2,))
+        for times in whole
     ]
 
 

@@ -85,16 +85,17 @@ def tune(config: RunConfig, measure: Measure, check: Check, tell: Callable[[Roun
     """Tries remedies one at a time until none is left that gains more than `WORTH`, then proves what was kept.
 
     A remedy that was put back is not tried again with the same values; one that stayed changes the account, from which
-    the next are ranked. No configuration is measured twice.
+    the next are ranked. No configuration is measured or proved twice.
     """
-    measure = _remembered(measure)
+    measure, proof = _remembered(measure), _Proof(config, check)
     found = Tuned([State(config, measure(config, None))])
     at_fault: set[str] = set()
+    tried: dict[str, State] = {}
     while True:
-        _search(found, set(at_fault), measure, tell)
+        _search(found, at_fault, tried, measure, tell)
         if len(found.states) == 1:
             return found
-        proved, reason = _prove(found, check)
+        proved, reason = _prove(found, proof)
         for state in found.states[1 : proved + 1]:
             _judge(found, state, PROVED, kept=True)
         if proved == len(found.states) - 1:
@@ -107,14 +108,21 @@ def tune(config: RunConfig, measure: Measure, check: Check, tell: Callable[[Roun
         tell(found.rounds[culprit.made_by])
         at_fault.add(_key(found.rounds[culprit.made_by].remedy))
         del found.states[proved + 1 :]
+        # What was tried on a configuration that is gone may do better without it; the rest has its verdict.
+        standing = {id(state) for state in found.states}
+        tried = {key: state for key, state in tried.items() if id(state) in standing}
 
 
-def _search(found: Tuned, tried: set[str], measure: Measure, tell: Callable[[Round], None]) -> None:
+def _search(
+    found: Tuned, at_fault: set[str], tried: dict[str, State], measure: Measure, tell: Callable[[Round], None]
+) -> None:
+    """tried: remedies with the state that each was tried on."""
     while True:
-        waiting = [remedy for remedy in ranked(found.config, found.last) if _key(remedy) not in tried]
+        known = at_fault | tried.keys()
+        waiting = [remedy for remedy in ranked(found.config, found.last) if _key(remedy) not in known]
         if not waiting:
             return
-        tried.add(_key(waiting[0]))
+        tried[_key(waiting[0])] = found.states[-1]
         done, state = _try(found, waiting[0], measure)
         found.rounds.append(done)
         tell(done)
@@ -134,23 +142,33 @@ def _try(found: Tuned, remedy: Remedy, measure: Measure) -> tuple[Round, State |
     return Round(remedy, won, after.mfu, True, PROVISIONAL), State(candidate, after, len(found.rounds))
 
 
-def _prove(found: Tuned, check: Check) -> tuple[int, str]:
+@dataclass
+class _Proof:
+    """Why a configuration is not the user's own training, or None; asked once for each: it costs three trainings."""
+
+    own: RunConfig
+    check: Check
+    _known: dict[str, str | None] = field(default_factory=dict)
+
+    def reason(self, config: RunConfig) -> str | None:
+        key = _text_of(config)
+        if key not in self._known:
+            try:
+                self._known[key] = self.check(self.own, config)
+            except UserError as error:
+                self._known[key] = f"not proven: {str(error).splitlines()[0][:160]}"
+        return self._known[key]
+
+
+def _prove(found: Tuned, proof: _Proof) -> tuple[int, str]:
     """How many of the kept changes are, together, the same training as the user's own, and why the next is not."""
-    own = found.states[0].config
-
-    def reason_of(index: int) -> str | None:
-        try:
-            return check(own, found.states[index].config)
-        except UserError as error:
-            return f"not proven: {str(error).splitlines()[0][:160]}"
-
     same, other = 0, len(found.states) - 1
-    reason = reason_of(other)
+    reason = proof.reason(found.states[other].config)
     if reason is None:
         return other, ""
     while other - same > 1:
         middle = (same + other) // 2
-        why = reason_of(middle)
+        why = proof.reason(found.states[middle].config)
         if why is None:
             same = middle
         else:
@@ -167,12 +185,17 @@ def _remembered(measure: Measure) -> Measure:
     known: dict[str, Profile] = {}
 
     def remembering(config: RunConfig, rival: float | None) -> Profile:
-        key = json.dumps(as_plain(config), sort_keys=True, default=str)
+        key = _text_of(config)
         if key not in known:
             known[key] = measure(config, rival)
         return known[key]
 
     return remembering
+
+
+def _text_of(config: RunConfig) -> str:
+    """Equal for equal configurations."""
+    return json.dumps(as_plain(config), sort_keys=True, default=str)
 
 
 def changed(config: RunConfig, change: dict[str, Any]) -> RunConfig:

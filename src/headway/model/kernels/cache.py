@@ -39,7 +39,11 @@ def cache_key(case: Case, device: str, dtype: torch.dtype) -> str:
 
 def cached_choice(key: str, path: Path | None = None) -> Choice | None:
     """The choice made earlier for this key. A damaged file is no choice: it is measured and written again."""
-    item: Any = _read(path or cache_path()).get(key)
+    return choice_of(_read(path or cache_path()).get(key))
+
+
+def choice_of(item: Any) -> Choice | None:
+    """A choice as `asdict` gave it; None for anything else."""
     try:
         results = tuple(Result(**result) for result in item["results"])
         return replace(Choice(**{**item, "results": results}), cached=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from headway.model.kernels.case import Case, Choice
 from headway.model.kernels.glu import gate_case, gated_mlps_of, use_gate
 from headway.model.kernels.layer_norm import layer_norm_case, layer_norms_of, use_layer_norm
 from headway.model.kernels.loss_case import IMPLEMENTATIONS, loss_case
-from headway.model.kernels.measure import OUT_OF_TIME, UNTRIED, choose
+from headway.model.kernels.measure import OUT_OF_TIME, UNTRIED, choose, dtype_of
 from headway.model.kernels.norm import norm_case, norms_of, use_norm
 from headway.model.kernels.residual_norm import residual_case, residual_layers_of, use_residual_norm
 from headway.model.kernels.rotary import rotary_attentions_of, rotary_case, use_rotary
@@ -49,13 +49,16 @@ class Setting:
 class Chosen:
     """What the model runs by; `warnings` name candidates that were wrong, and what stays plain and why.
 
-    update: choices outside of the model, of the optimizer and of clipping.
+    update: choices outside of the model, of the optimizer and of clipping. plain: why all of the model stays plain, if
+    it does. again: all of it is what the session before ran by.
     """
 
     choices: tuple[Choice, ...]
     warnings: tuple[str, ...]
     seconds: float
     update: tuple[Choice, ...] = ()
+    plain: str = ""
+    again: bool = False
 
     def of_update(self, operation: str, otherwise: str) -> str:
         """What `operation` of the update runs by."""
@@ -81,11 +84,42 @@ class Chosen:
     def summary(self) -> str:
         every = (*self.choices, *self.update)
         used = ", ".join(f"{choice.operation} {choice.chosen}" for choice in every) or "nothing to choose"
+        if self.again:
+            return f"kernels: {used} (as in the session before)"
         where = "from earlier measurements" if all(c.cached for c in every) else f"in {self.seconds:.1f} s"
         missing = "; ".join(self.untried())
         more = f"; not tried for want of time: {missing} (`headway bench kernels` tries them)" if missing else ""
         return f"kernels: {used} (chosen {where}{more})"
 
+
+@dataclass(frozen=True)
+class Before:
+    """What the session that a run goes on from ran by: choices by operation, and why its model was plain, if it was.
+
+    A resume repeats it unmeasured: another kernel adds up in another order, and the curves would part.
+    """
+
+    choices: Mapping[str, Choice] = field(default_factory=dict)
+    plain: str = ""
+
+    def of(self, case: Case) -> tuple[Choice | None, str]:
+        """The choice for such a case; where it cannot be repeated None, and why, in words."""
+        known = self.choices.get(case.operation)
+        if known is None:
+            return None, ""
+        able = {candidate.name: candidate for candidate in case.candidates}
+        if (known.shape, known.dtype) != (case.shape, dtype_of(case)):
+            reason: str | None = f"was chosen for {known.shape} in {known.dtype}"
+        elif known.chosen not in able:
+            reason = "is not known here"
+        else:
+            reason = able[known.chosen].cannot()
+        if reason is None:
+            return known, ""
+        return None, f"{case.operation}: chosen anew: {known.chosen}, as in the session before, {reason}"
+
+
+NOTHING = Before()
 
 Names = dict[str, str]
 """Operation -> the candidate that was chosen, of those measured before."""
@@ -102,17 +136,23 @@ class _Operation:
     settle: Callable[[Choice], Choice] = lambda choice: choice
 
 
-def measure_kernels(model: nn.Module, setting: Setting, *, budget: float = BUDGET, fresh: bool = False) -> Chosen:
+def measure_kernels(
+    model: nn.Module, setting: Setting, *, budget: float = BUDGET, fresh: bool = False, before: Before = NOTHING
+) -> Chosen:
     """Chooses, and changes nothing. budget: seconds for everything not known yet; fresh: measure what is known too."""
     started = time.monotonic()
+    if before.plain:
+        return Chosen((), (f"nothing is fused, as in the session before: {before.plain}",), 0.0, plain=before.plain)
     operations, warnings = _operations(model, setting)
     choices: list[Choice] = []
     for index, operation in enumerate(operations):
         # The head comes last and is by far the dearest to measure: the others' share is left to it.
         left = (budget - (time.monotonic() - started)) / (2 if index + 1 < len(operations) else 1)
         case = operation.case({each.operation: each.chosen for each in choices})
-        choice = operation.settle(known_or_measured(case, setting.device_name, setting.compute_dtype, left, fresh))
-        warnings += wrong_ones(choice)
+        choice, told = again_or_measured(
+            case, setting.device_name, setting.compute_dtype, left, operation.settle, fresh=fresh, before=before
+        )
+        warnings += told
         choices.append(choice)
     return Chosen(tuple(choices), tuple(warnings), time.monotonic() - started)
 
@@ -122,6 +162,8 @@ def install_kernels(model: nn.Module, setting: Setting, chosen: Chosen) -> Chose
 
     The whole model is compared with itself before, loss and gradients; where it differs, all of it stays plain.
     """
+    if chosen.plain:
+        return chosen
     operations, _ = _operations(model, setting)
     names = {choice.operation: choice.chosen for choice in chosen.choices}
 
@@ -134,7 +176,7 @@ def install_kernels(model: nn.Module, setting: Setting, chosen: Chosen) -> Chose
         return chosen
     for operation in operations:
         operation.undo()
-    return replace(chosen, choices=(), warnings=(*chosen.warnings, f"nothing is fused: {differs}"))
+    return replace(chosen, choices=(), warnings=(*chosen.warnings, f"nothing is fused: {differs}"), plain=differs)
 
 
 def fused_layers(model: nn.Module, setting: Setting, chosen: Chosen) -> None:
@@ -149,6 +191,22 @@ def plain_layers(model: nn.Module, setting: Setting) -> None:
     """Takes back what was chosen between the layers' products, for layers that are compiled whole."""
     for operation in _between_products(model, setting):
         operation.undo()
+
+
+def again_or_measured(
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    budget: float,
+    settle: Callable[[Choice], Choice],
+    *,
+    fresh: bool,
+    before: Before,
+) -> tuple[Choice, list[str]]:
+    """What the session before ran by, where it still can, else what is known or measured; and what to warn of."""
+    again, why_not = before.of(case)
+    choice = again or settle(known_or_measured(case, device, dtype, budget, fresh))
+    return choice, [*([why_not] if why_not else []), *wrong_ones(choice)]
 
 
 def known_or_measured(case: Case, device: str, dtype: torch.dtype, budget: float, fresh: bool = False) -> Choice:

@@ -209,5 +209,10 @@ def inputs_device(inputs: tuple[Any, ...]) -> str:
     return next(value.device.type for value in inputs if isinstance(value, Tensor))
 
 
+def dtype_of(case: Case) -> str:
+    """The type that a case is computed in, as its choice names it."""
+    return str(_dtype(case.inputs(1))).removeprefix("torch.")
+
+
 def _dtype(inputs: tuple[Any, ...]) -> torch.dtype:
     return next(value.dtype for value in inputs if isinstance(value, Tensor) and value.is_floating_point())
