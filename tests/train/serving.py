@@ -1,21 +1,19 @@
-"""`headway` in processes of their own, forked from a server that has imported the trainer once: seconds saved a start."""
+"""`headway` in processes of their own, forked from this one, which has imported the trainer: seconds saved a start."""
 
 from __future__ import annotations
 
 import gc
+import importlib
 import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import headway
 
-_SERVER = multiprocessing.get_context("forkserver")
-# Whatever a run imports on its way; the server itself must not start a thread.
-_SERVER.set_forkserver_preload(["headway.cli.main", "headway.cli.train", "headway.train.build", "headway.watch.report"])
-
+_FORK = multiprocessing.get_context("fork")
 _MODULE = str(Path(headway.__file__).with_name("__main__.py"))
 
 
@@ -26,7 +24,8 @@ class Started:
         self, argv: Sequence[str], env: Mapping[str, str], out: Path, err: Path, torchrun: Sequence[str] = ()
     ) -> None:
         self.out, self.err = out, err
-        self._process: ForkServerProcess = _SERVER.Process(
+        _preload()
+        self._process: ForkProcess = _FORK.Process(
             target=_serve, args=(list(argv), dict(env), out, err, list(torchrun))
         )
         self._process.start()
@@ -52,6 +51,12 @@ class Started:
         return self._process.exitcode
 
 
+def _preload() -> None:
+    """Whatever a run imports on its way: once here, not in every process."""
+    for name in ("headway.cli.main", "headway.cli.train", "headway.train.build", "headway.watch.report"):
+        importlib.import_module(name)
+
+
 def _serve(argv: list[str], env: dict[str, str], out: Path, err: Path, torchrun: list[str]) -> None:
     os.setsid()
     gc.freeze()  # the libraries, else every run begins with a look through them
@@ -61,7 +66,7 @@ def _serve(argv: list[str], env: dict[str, str], out: Path, err: Path, torchrun:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(file, number)
         os.close(file)
-    # As a new Python would find them; the server's own may be files, which seek.
+    # As a new Python would find them; the test's own are pytest's.
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
     sys.argv = ["headway", *argv]

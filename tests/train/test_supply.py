@@ -54,12 +54,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: Any, after: int) -> None:
 
 @pytest.mark.parametrize("loader", ["thread", "process"])
 def test_a_slow_disk_is_charged_to_data_and_told_once(path: Path, monkeypatch: pytest.MonkeyPatch, loader: str) -> None:
-    plant(monkeypatch, lambda: time.sleep(4), after=22)
+    plant(monkeypatch, lambda: time.sleep(2.5), after=22)
     run(path, "name=slow", "data.prefetch=1", f"data.loader={loader}")
     told = [line for line in incidents(path, "slow") if line.fault == "slow data"]
     assert len(told) == 1 and "for a batch" in told[0].evidence and told[0].seconds_lost > 1
     waits = [line.account.get("data", 0) for line in history(path, "slow").kept]
-    assert max(waits) > 1e9 and sum(wait > 1e9 for wait in waits) == 1
+    assert max(waits) > 1e9 and sum(waits) < 2 * max(waits), "in one step, once"
 
 
 def test_a_reader_that_fails_is_started_again_and_the_curve_is_the_same(

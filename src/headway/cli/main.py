@@ -55,6 +55,13 @@ def _join_commands() -> None:
     app.add_typer(plan.app, name="plan")
 
 
+@functools.cache
+def _command() -> Any:
+    """All of them as one command. Made once a process: that takes longer than most commands."""
+    _join_commands()
+    return typer.main.get_command(app)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs a command and exits. `--debug` anywhere shows tracebacks of user errors too."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -65,7 +72,6 @@ def main(argv: list[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an old encoding must not end a run at the first dash
-    _join_commands()
     sys.exit(_run(arguments, debug))
 
 
@@ -81,7 +87,7 @@ def _show_usage(error: Any) -> None:
 
 def _run(arguments: list[str], debug: bool) -> int:
     try:
-        result = app(args=arguments, prog_name="headway", standalone_mode=False)
+        result = _command()(args=arguments, prog_name="headway", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except UserError as error:
         if debug:

@@ -30,6 +30,10 @@ def preload(config: RunConfig) -> None:
 
             module = model_type_to_module_name(kind)
             importlib.import_module(f"transformers.models.{module}.modeling_{module}")
+            # A thousand patterns are compiled when first asked for: by every rank, when it loads or saves.
+            from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+            get_checkpoint_conversion_mapping(kind)
 
 
 def _model_type(config: RunConfig) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import time
 from collections.abc import Iterator
 from importlib.resources import files
@@ -75,6 +76,7 @@ def render_html(run: RunFolder, history: History, summary: Summary) -> str:
     )
 
 
+@functools.cache
 def page_template(name: str) -> Template:
     """A page of watch/templates. Everything that is put into it is escaped, whatever the page is called."""
     environment = Environment(
