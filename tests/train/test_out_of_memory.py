@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from guard.guard_helpers import on_ranks, run_ranks
 from headway.account.errors import UserError
@@ -71,6 +73,12 @@ class Fault:
             output.register_hook(lambda grad: self.raise_it() if self.fired == 0 else grad)
 
 
+@functools.cache
+def mesh_of(layout: Layout) -> DeviceMesh | None:
+    """Once a process: its groups take longer to make than a step takes."""
+    return build_mesh(layout, "cpu")
+
+
 def curve(
     rank: int, kind: str, at: str | None, micro: int = 0, fixed: bool = False, dropout: float = 0.0
 ) -> tuple[list[str], list[str], int]:
@@ -78,7 +86,7 @@ def curve(
     torch.manual_seed(rank)
     module = load_model(config=config(num_hidden_layers=LAYERS, attention_dropout=dropout), seed=3)
     layout = {"fsdp": Layout(1, 2), "ddp": Layout(2, 1), "hsdp": Layout(2, 2), "one": Layout()}[kind]
-    replicas = wrap(module, build_mesh(layout, "cpu"), layout, torch.float32)
+    replicas = wrap(module, mesh_of(layout), layout, torch.float32)
     told: list[str] = []
     fit = Fit(
         module,
