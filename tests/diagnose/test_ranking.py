@@ -52,6 +52,15 @@ def test_what_is_longer_than_the_finding_that_holds_it_is_ranked_with_the_rest()
     ]  # fmt: skip
     assert (ranked[0].upper_ns, ranked[0].lower_ns) == (370, 185), "what the straggler claims is not counted again"
     assert [remedy.name for remedy, _ in top_remedies(ranked)] == ["bf16", "pack"]
+    late, varies = rank(
+        [
+            finding("varies", {"idle.data": 100, "idle.host": 60, "caches": 20}, 90, within="late"),
+            finding("late", {"idle.data": 100}, 50),
+        ],
+        {"idle.data": 100, "idle.host": 100},
+    )
+    assert (late.name, late.claims["idle.data"], late.lower_ns) == ("late", 100, 50), "its claim does not shrink"
+    assert varies.claims == {"idle.host": 60, "caches": 20} and varies.lower_ns == 40
     same = rank([finding("busy", {"idle": 110}, 50, within="late"), finding("late", {"straggler": 100}, 90)], {})
     assert [(item.name, item.within) for item in same] == [("late", ""), ("busy", "late")]
 

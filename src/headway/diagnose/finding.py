@@ -154,21 +154,26 @@ def _placed(items: list[Finding]) -> list[Finding]:
         chain = [item]
         while (outer := by_name.get(chain[-1].within)) is not None and outer not in chain:
             chain.append(outer)
-        top, counted = chain.pop(), 0
+        top: Finding = chain.pop()
+        longer_than: Finding | None = None
         for part in reversed(chain):
             if part.upper_ns > _SAME * top.upper_ns:
-                top, counted = part, top.upper_ns
-        placed.append(_beyond(item, counted) if top is item else dataclasses.replace(item, within=top.name))
+                top, longer_than = part, top
+        if top is not item:
+            placed.append(dataclasses.replace(item, within=top.name))
+        else:
+            placed.append(_beyond(item, longer_than) if longer_than else dataclasses.replace(item, within=""))
     return placed
 
 
-def _beyond(item: Finding, counted: int) -> Finding:
-    """By itself, less `counted` ns that another finding claims."""
-    left = 1 - counted / max(1, item.upper_ns)
-    claims = {path: int(ns * left) for path, ns in item.claims.items()} if counted else item.claims
-    return dataclasses.replace(
-        item, within="", claims=claims, lower_ns=min(int(item.lower_ns * left), sum(claims.values()))
-    )
+def _beyond(item: Finding, other: Finding) -> Finding:
+    """By itself, with what it claims beyond `other`: of the same classes first, whose claims would shrink else."""
+    claims = {path: ns - min(ns, other.claims.get(path, 0)) for path, ns in item.claims.items()}
+    left = item.upper_ns - other.upper_ns
+    scale = left / max(1, sum(claims.values()))
+    claims = {path: int(ns * scale) for path, ns in claims.items() if ns}
+    lower = min(int(item.lower_ns * left / item.upper_ns), sum(claims.values()))
+    return dataclasses.replace(item, within="", claims=claims, lower_ns=lower)
 
 
 def _order(item: Finding) -> tuple[bool, int, int, str]:
