@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from headway.account.tree import UNACCOUNTED
+from headway.guard.cards import card_places, devices_of
+from headway.guard.vitals import read_vitals
+from headway.guard.vitals_main import has_cards, read_for_ever
 from headway.train.clock import StepClock
 from headway.train.optim import Optimizers, clip_gradients
 from tiny import config, run_file
@@ -136,3 +142,19 @@ def test_batches_copied_on_their_own_stream_are_whole(path: Path) -> None:
     run(path, "name=ahead", "data.prefetch=3")
     run(path, "name=close", "data.prefetch=1")
     assert losses(path, "ahead") == losses(path, "close")
+
+
+def test_the_driver_tells_of_the_card_that_a_rank_uses(tmp_path: Path) -> None:
+    """NVML itself, not a made one; and a card that goes by its UUID stays that card."""
+    if not has_cards():
+        pytest.skip("needs pynvml")
+    read_for_ever(tmp_path, tmp_path, rounds=1)
+    vitals = read_vitals(tmp_path)
+    assert (
+        vitals is not None and vitals.cards[0].temperature and vitals.cards[0].clock_most and not vitals.cards[0].xids
+    )
+    uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    settings = devices_of(card_places("n", 1, {"CUDA_VISIBLE_DEVICES": uuid}))
+    seen = [sys.executable, "-c", "import torch; print(torch.cuda.get_device_properties(0).uuid)"]
+    done = subprocess.run(seen, env={**os.environ, **settings}, capture_output=True, text=True, timeout=60, check=True)
+    assert f"GPU-{done.stdout.strip()}" == uuid
