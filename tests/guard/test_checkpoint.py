@@ -177,7 +177,7 @@ def test_a_shard_of_another_step_is_rejected(store: CheckpointStore) -> None:
     dcp.load(target, checkpoint_id=newer.path, no_dist=True)
     assert float(target["model"]["w.weight"][0, 0]) == 1.0
     found = CheckpointStore(store.root, "run-a").newest_verified()
-    assert found == older and "__0_0.distcp does not match its SHA-256" in found.rejected[0]
+    assert found == older and "__0_0.distcp does not match its XXH3-128" in found.rejected[0]
     # A whole older checkpoint under a newer name, with its own sound manifest, too.
     shutil.rmtree(newer.path)
     shutil.copytree(older.path, newer.path)

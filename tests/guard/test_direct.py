@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from headway.guard import direct
+from headway.guard.hashing import first_difference, hash_bytes
 
 SIZES = (0, 1, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (8 << 20) + 4096, (17 << 20) + 123)
 
@@ -42,20 +43,24 @@ def test_every_byte_arrives_whatever_the_size(folder: Path) -> None:
     for size in SIZES:
         source, target = copied(folder, size)
         assert target.read_bytes() == source.read_bytes()
-        with source.open("rb") as file:
-            assert direct.reads_back(file.fileno(), target)
+        found, meant = direct.hash_file(target), hash_bytes(source.read_bytes())
+        assert (found, found.marks) == (meant, meant.marks)
 
 
 @pytest.mark.parametrize("at", [0, 2 << 20, (17 << 20) + 122])
 def test_a_byte_that_changed_on_the_disk_is_seen(tmp_path: Path, at: int) -> None:
     source, target = copied(tmp_path, (17 << 20) + 123)
-    with target.open("r+b") as file, source.open("rb") as whole:
+    content = source.read_bytes()
+    meant = hash_bytes(content)
+    with target.open("r+b") as file:
         file.seek(at)
-        file.write(bytes([source.read_bytes()[at] ^ 1]))
+        file.write(bytes([content[at] ^ 1]))
         file.flush()
-        assert not direct.reads_back(whole.fileno(), target)
+        found = direct.hash_file(target)
+        block = first_difference(found, meant)
+        assert found != meant and block is not None and block.start <= at < block.end
         file.truncate(at)
-        assert not direct.reads_back(whole.fileno(), target)
+        assert direct.hash_file(target) == hash_bytes(content[:at]) != meant
 
 
 def test_other_blocks_than_expected_and_short_writes_take_the_ordinary_way(
@@ -73,6 +78,27 @@ def test_other_blocks_than_expected_and_short_writes_take_the_ordinary_way(
     source, target = copied(tmp_path, 9 << 20)
     monkeypatch.undo()
     assert target.read_bytes() == source.read_bytes() and calls[:3] == [0, 0, 1000]
+
+
+@pytest.mark.parametrize("moment", ["before the next piece", "within a piece"])
+def test_a_source_that_becomes_shorter_is_an_error_not_a_death(
+    folder: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = folder / "source"
+    source.write_bytes(bytes(17 << 20))
+    real = os.pwrite
+
+    def cut(descriptor: int, data: memoryview, offset: int) -> int:
+        if moment == "within a piece":
+            os.truncate(source, offset + 4096)
+            return real(descriptor, data, offset)
+        done = real(descriptor, data, offset)
+        os.truncate(source, offset + 4096)
+        return done
+
+    monkeypatch.setattr(direct.os, "pwrite", cut)
+    with source.open("rb") as file, pytest.raises(OSError, match="became shorter"):
+        direct.copy(file.fileno(), folder / "target", lambda done, size: None)
 
 
 def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,11 +60,11 @@ def test_a_part_goes_over_and_comes_back_and_older_ones_go(tmp_path: Path, keepe
 def test_what_is_not_as_its_manifest_says_is_neither_taken_nor_given(tmp_path: Path, keeper: Peer) -> None:
     folder = part(tmp_path / "a", 1)
     (folder / "rank-00000.pt").write_bytes(b"numberz")
-    with pytest.raises(CheckpointFailed, match=r"did not take it.*SHA-256"):
+    with pytest.raises(CheckpointFailed, match=r"did not take it.*XXH3-128"):
         send_part(keeper, folder)
     assert list((tmp_path / "b" / PEERS / "a").iterdir()) == []
     shutil.copytree(folder, tmp_path / "b" / PEERS / "a" / folder.name)
-    with pytest.raises(CheckpointFailed, match=r"does not give.*SHA-256"):
+    with pytest.raises(CheckpointFailed, match=r"does not give.*XXH3-128"):
         fetch_part(keeper, folder.name, tmp_path / "back" / folder.name)
 
 

@@ -99,7 +99,7 @@ def test_what_lies_damaged_in_s3_is_passed_over(bucket: str, tmp_path: Path) -> 
     content[random.Random(3).randrange(len(content))] ^= 1
     store.put_bytes(store.path(refs[-1].name, shard.name), bytes(content))
     found, rejected = fetch_newest(store, [tmp_path / "back"], "run-a", above=0)
-    assert found is not None and found.step == 1 and "SHA-256" in rejected[0]
+    assert found is not None and found.step == 1 and "XXH3-128" in rejected[0]
 
 
 def test_a_bucket_of_a_misspelt_name_is_not_made(bucket: str) -> None:

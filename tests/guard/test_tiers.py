@@ -15,7 +15,7 @@ import torch
 from guard_helpers import full, on_ranks, same, snapshot, tiny_model, tiny_optimizer, train
 
 from headway.account.errors import Refused
-from headway.guard import contents, layout, remote, save_job, staging, writing
+from headway.guard import contents, direct, layout, remote, save_job, staging, writing
 from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
 from headway.guard.object_store import ObjectStore
 from headway.guard.peers import PEERS
@@ -209,7 +209,7 @@ def test_pruning_costs_neither_the_upload_nor_a_second_reading(
     for step in (1, 2):
         before.save(step, capture(model, [optimizer]), {}, {})
     read, uploads, hash_by_steps = list[Path](), list[tuple[list[int], int]](), contents.hash_by_steps
-    monkeypatch.setattr(contents, "hash_by_steps", lambda path: read.append(path) or hash_by_steps(path))
+    monkeypatch.setattr(contents, "hash_by_steps", lambda path, kind: read.append(path) or hash_by_steps(path, kind))
     monkeypatch.setattr(save_job, "_READ_S", read_s)
     tiers = make(tmp_path, remote=RemotePlace(f"file://{tmp_path}/bucket/run", budget_s=0))
     tiers.saver = Inline(tmp_path, 600.0)
@@ -235,6 +235,32 @@ def test_pruning_costs_neither_the_upload_nor_a_second_reading(
         }
     else:
         assert uploads == [([1, 2, 3], 0), ([1, 2, 4], 0), ([1, 2, 5], 0)] and read == []
+    tiers.close(over=True)
+
+
+def test_what_the_disk_does_not_give_back_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    tiers = make(tmp_path)
+    tiers.saver = Inline(tmp_path, 600.0)
+    real = direct.copy
+
+    def planted(source: int, target: Path, progress: Any) -> None:
+        real(source, target, progress)
+        if target.suffix == ".distcp":
+            content = bytearray(target.read_bytes())
+            content[100] ^= 1
+            target.write_bytes(content)
+
+    monkeypatch.setattr(direct, "copy", planted)
+    assert begin(tiers, model, optimizer, 1) and tiers.settle(60)
+    memory, disk = tiers.poll()
+    assert (memory.ok, disk.ok) == (True, False)
+    assert "__0_0.distcp does not read back as it was written, first in bytes 0" in disk.why
+    assert layout.published(tiers.disk.root) == []
+    monkeypatch.undo()
+    assert begin(tiers, model, optimizer, 2) and tiers.settle(60)
+    assert all(event.ok for event in tiers.poll()) and [ref.step for ref in layout.published(tiers.disk.root)] == [2]
     tiers.close(over=True)
 
 
@@ -389,7 +415,7 @@ def test_after_a_node_is_lost_the_other_has_its_part_too(tmp_path: Path, monkeyp
     content[len(content) // 2] ^= 1
     kept.unlink()  # what was put together shares its bytes
     kept.write_bytes(content)
-    with pytest.raises(Refused, match=r"in the memory of node-0: .*SHA-256"):
+    with pytest.raises(Refused, match=r"in the memory of node-0: .*XXH3-128"):
         tiers.newest()
     tiers.close(over=True)
 

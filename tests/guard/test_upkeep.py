@@ -131,9 +131,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Files that pruning reads, in order."""
     found: list[Path] = []
 
-    def noted(path: Path) -> Any:
+    def noted(path: Path, kind: str) -> Any:
         found.append(path)
-        return hash_by_steps(path)
+        return hash_by_steps(path, kind)
 
     monkeypatch.setattr(contents, "hash_by_steps", noted)
     return found

@@ -8,7 +8,7 @@ A checkpoint is a folder that appears by one rename, complete, with a manifest o
       rank-00000.pt …              each rank's own state (random generators)
       meta.json                    position, schedule, totals, fingerprints: whatever the loop hands in
       writer.json                  who wrote it
-      manifest.json                written last: schema, step, generation, run, sizes and SHA-256 of all files
+      manifest.json                written last: schema, step, generation, run, sizes and hashes of all files
 
 `save`, `verify`, `newest_verified`, `load` and `read_meta` are collective: with a process group every rank calls them,
 and they succeed or raise on all ranks alike. `sweep`, `prune`, `list` and `load_full_model` act in the calling process

@@ -98,7 +98,7 @@ class Contents:
 def _pieces(folder: Path, manifest: Manifest) -> Generator[bool | None, None, None]:
     for name, entry in manifest.files.items():
         try:
-            found = yield from hash_by_steps(folder / name)
+            found = yield from hash_by_steps(folder / name, entry.kind)
         except OSError:
             found = None
         if found != entry:

@@ -1,4 +1,4 @@
-"""`manifest.json` of a checkpoint: what belongs to it, how long it is, and its SHA-256. Written last.
+"""`manifest.json` of a checkpoint: what belongs to it, how long it is, and its hash. Written last.
 
 A folder is a checkpoint exactly when its manifest holds. torch.distributed.checkpoint itself reads a flipped bit, a
 zeroed block or another step's shard without a word, so nothing is read before the hashes agree.
@@ -14,11 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from headway.guard.hashing import FileEntry, first_difference, hash_file
+from headway.guard.hashing import FileEntry, hash_file, where_changed
 from headway.guard.layout import CheckpointRef
 
 MANIFEST = "manifest.json"
-SCHEMA = 1
+SCHEMA = 2
+"""1: files have SHA-256. 2: XXH3-128 (`guard.hashing`); 1 is read like 2."""
 
 _NO_DIGEST = "0" * 64
 
@@ -45,6 +46,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def size(self) -> int:
         """Bytes of all files, without the manifest."""
         return sum(entry.size for entry in self.files.values())
+
+
+class _Schema(msgspec.Struct):
+    schema: int
 
 
 class Damaged(Exception):
@@ -93,11 +98,12 @@ def read_manifest(ref: CheckpointRef) -> Manifest:
 def parse_manifest(text: bytes, step: int, generation: int) -> Manifest:
     """Raises Damaged as `read_manifest` does; `step` and `generation` are those of the folder's name."""
     try:
+        schema = msgspec.json.decode(text, type=_Schema).schema
+        if schema > SCHEMA:  # before its fields, which may be others
+            raise Damaged(f"{MANIFEST} has schema {schema}, this headway reads up to {SCHEMA}: update headway")
         manifest = msgspec.json.decode(text, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError) as problem:
         raise Damaged(f"{MANIFEST} is damaged: {problem}") from None
-    if manifest.schema > SCHEMA:
-        raise Damaged(f"{MANIFEST} has schema {manifest.schema}, this headway reads up to {SCHEMA}: update headway")
     blank = text.replace(manifest.digest.encode(), _NO_DIGEST.encode())
     if text.count(manifest.digest.encode()) != 1 or hashlib.sha256(blank).hexdigest() != manifest.digest:
         raise Damaged(f"{MANIFEST} is damaged: it does not match its own digest")
@@ -127,18 +133,16 @@ def hash_problems(folder: Path, manifest: Manifest, names: Iterable[str]) -> lis
     problems = []
     for name in names:
         try:
-            found = hash_file(folder / name)
-            if found != manifest.files[name]:
-                problems.append(f"{name} does not match its SHA-256: {_changed(found, manifest.files[name])}")
+            meant = manifest.files[name]
+            found = hash_file(folder / name, meant.kind)
+            if found != meant:
+                where = where_changed(found, meant)
+                problems.append(
+                    f"{name} does not match its {meant.kind}: its content changed after it was written{where}"
+                )
         except OSError as problem:
             problems.append(f"{name} cannot be read: {problem}")
     return problems
-
-
-def _changed(found: FileEntry, meant: FileEntry) -> str:
-    block = first_difference(found, meant)
-    where = f", first in bytes {block.start} to {block.end - 1}" if block is not None else ""
-    return f"its content changed after it was written{where}"
 
 
 def signature(folder: Path, manifest: Manifest) -> tuple[tuple[str, int, int, int], ...] | None:

@@ -9,7 +9,6 @@ No torch: the saver uses it.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import random
@@ -22,7 +21,7 @@ from typing import TypeVar
 
 import fsspec
 
-from headway.guard.hashing import FileEntry, hash_bytes
+from headway.guard.hashing import FileEntry, Hasher, hash_bytes
 from headway.guard.layout import CheckpointFailed
 from headway.guard.manifest import MANIFEST
 
@@ -85,7 +84,7 @@ class ObjectStore:
             with self.fs.open(path, "wb") as file:
                 for chunk in content():
                     file.write(chunk)
-            if self._hash(path) != entry:
+            if self._hash(path, entry) != entry:
                 raise OSError(f"{path} does not read back as it was written")
 
         self._retry(write, f"writing {path}")
@@ -112,16 +111,15 @@ class ObjectStore:
         """Downloads to a new file on the disk; raises CheckpointFailed when it is not what the manifest says."""
 
         def get() -> None:
-            digest, size = hashlib.sha256(), 0
+            hasher = Hasher(entry.size, entry.kind)
             with self.fs.open(path, "rb", cache_type="none") as source, target.open("wb") as file:
                 while chunk := source.read(_CHUNK):
-                    digest.update(chunk)
-                    size += len(chunk)
+                    hasher.update(chunk)
                     file.write(chunk)
                 file.flush()
                 os.fsync(file.fileno())
-            if FileEntry(size, digest.hexdigest()) != entry:
-                raise OSError(f"{path} does not match its SHA-256")
+            if hasher.entry() != entry:
+                raise OSError(f"{path} does not match its {entry.kind}")
 
         self._retry(get, f"reading {path}")
 
@@ -161,14 +159,13 @@ class ObjectStore:
 
         self._retry(rm, f"removing {name}/{file}")
 
-    def _hash(self, path: str) -> FileEntry:
-        digest, size = hashlib.sha256(), 0
+    def _hash(self, path: str, meant: FileEntry) -> FileEntry:
+        hasher = Hasher(meant.size, meant.kind)
         self.fs.invalidate_cache()
         with self.fs.open(path, "rb", cache_type="none") as source:
             while chunk := source.read(_CHUNK):
-                digest.update(chunk)
-                size += len(chunk)
-        return FileEntry(size, digest.hexdigest())
+                hasher.update(chunk)
+        return hasher.entry()
 
     def _retry(self, work: Callable[[], T], what: str) -> T:
         """Exponential waits with full jitter (a thousand ranks must not come back at one moment), within the budget."""

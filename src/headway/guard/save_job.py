@@ -18,7 +18,7 @@ import msgspec
 from headway.guard import crash, direct, layout, upkeep
 from headway.guard.contents import Contents, mark_of
 from headway.guard.crash import crash_point
-from headway.guard.hashing import FileEntry, hash_file
+from headway.guard.hashing import FileEntry, hash_file, where_changed
 from headway.guard.layout import CheckpointFailed, CheckpointRef
 from headway.guard.manifest import Damaged, Manifest, read_manifest, sync_file
 from headway.guard.peers import Peer, send_part
@@ -204,9 +204,10 @@ def _to_disk(job: Job, folder: Folder, sources: dict[str, int], entries: dict[st
                     written[name] = hash_file(partial / name)
                     continue
                 _copy(source, partial / name, job.manifest.step)
-                if not direct.reads_back(source, partial / name):
-                    raise CheckpointFailed(f"{name} does not read back as it was written")
-                written[name] = entries[name]
+                written[name] = direct.hash_file(partial / name)
+                if written[name] != entries[name]:
+                    where = where_changed(written[name], entries[name])
+                    raise CheckpointFailed(f"{name} does not read back as it was written{where}")
             return _publish(job, folder, written, deadline, in_memory=False)
     except (OSError, CheckpointFailed) as problem:
         if job.rank == folder.ranks[0]:
