@@ -59,8 +59,8 @@ def test_they_are_pruned_beside_new_ones_and_only_where_a_sound_one_stays(store:
     damage(refs[4])
     done = CheckpointStore(store.root, "run-a").prune(keep_last=2)
     assert done.removed == [refs[0].name]
-    assert [text.partition(":")[0] for text in done.left] == [refs[2].name]
-    assert {name.path for name in (refs[1], refs[3])} <= set(store.root.iterdir()), "the two newest sound ones stay"
+    assert [text.partition(":")[0] for text in done.left] == [refs[2].name, refs[4].name]
+    assert {ref.path for ref in (refs[1], refs[3])} <= set(store.root.iterdir()), "the two newest sound ones stay"
 
 
 def test_they_are_read_with_their_own_kind_of_hash(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch
 from guard_helpers import run_ranks
 
-from headway.guard import contents, hashing, layout
+from headway.guard import contents, direct, layout
 from headway.guard.checkpoint import CheckpointRef, CheckpointStore
-from headway.guard.hashing import hash_by_steps
+from headway.guard.direct import hash_by_steps
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_what_another_process_has_written_is_read_once_and_goes_on_where_it_was_
     assert (done.removed, done.left, done.unread, read) == ([], [], True, []), "not known, so they stay"
     now = iter(range(1_000_000))
     monkeypatch.setattr(contents.time, "monotonic", lambda: next(now))  # every look at it is a second later
-    monkeypatch.setattr(hashing, "_CHUNK", 512)
+    monkeypatch.setattr(direct, "_READ", 512)
     rounds = 0
     while done.unread:
         done = other.prune(keep_last=1, read_s=4)

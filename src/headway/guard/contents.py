@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.guard import layout
-from headway.guard.hashing import hash_by_steps
+from headway.guard.direct import hash_by_steps
 from headway.guard.layout import CheckpointRef
 from headway.guard.manifest import Damaged, Manifest, read_manifest, signature
 

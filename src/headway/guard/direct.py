@@ -10,16 +10,16 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
-from headway.guard.hashing import XXH3, FileEntry, Hasher
+from headway.guard.hashing import XXH3, FileEntry, Hasher, finished
 
 _ALIGN = 4096
 _CHUNK = 8 << 20
+_READ = 2 << 20
 _LEAST = 1 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # maps all pages at once instead of at their first touch
 
 
 def copy(source: int, target: Path, progress: Callable[[int, int], None]) -> None:
@@ -59,17 +59,19 @@ def copy(source: int, target: Path, progress: Callable[[int, int], None]) -> Non
 
 def hash_file(path: Path, kind: str = XXH3) -> FileEntry:
     """Size and hash of a file as the disk has it, with its marks. Raises OSError."""
+    return finished(hash_by_steps(path, kind))
+
+
+def hash_by_steps(path: Path, kind: str = XXH3) -> Generator[None, None, FileEntry]:
+    """The same with a pause after every piece, for whoever has to leave off; returns the entry."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         size = os.fstat(descriptor).st_size
         direct = size >= _LEAST and _set_direct(descriptor, True)
-        hasher, buffer = Hasher(size, kind), mmap.mmap(-1, _CHUNK)  # mapped memory is aligned
-        with contextlib.suppress(OSError, AttributeError):
-            buffer.madvise(mmap.MADV_HUGEPAGE)  # the disk's requests are of whole pages, and these are fewer
-        view, done = memoryview(buffer), 0
+        hasher, buffer, done = Hasher(size, kind), _aligned(_READ), 0
         while done < size:
             try:
-                read = os.preadv(descriptor, [view], done)
+                read = os.preadv(descriptor, [buffer], done)
             except OSError as problem:
                 if not direct or problem.errno != errno.EINVAL:
                     raise
@@ -77,11 +79,20 @@ def hash_file(path: Path, kind: str = XXH3) -> FileEntry:
                 continue
             if not read:
                 break
-            hasher.update(view[:read])
+            hasher.update(buffer[:read])
             done += read
+            yield
         return hasher.entry()
     finally:
         os.close(descriptor)
+
+
+def _aligned(size: int) -> memoryview:
+    """Memory for O_DIRECT, of one large page where the kernel has some: the disk's requests are fewer then."""
+    buffer = mmap.mmap(-1, size)
+    with contextlib.suppress(OSError, AttributeError):
+        buffer.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(buffer)
 
 
 @contextlib.contextmanager
@@ -89,7 +100,7 @@ def _mapped(source: int, start: int, end: int, name: str) -> Iterator[memoryview
     """Bytes `start` … `end - 1` of a file as they lie in its pages, for the kernel to read: here it would be killed
     (SIGBUS) where the file became shorter."""
     try:
-        mapping = mmap.mmap(source, end - start, mmap.MAP_SHARED | _POPULATE, mmap.PROT_READ, offset=start)
+        mapping = mmap.mmap(source, end - start, mmap.MAP_SHARED, mmap.PROT_READ, offset=start)
     except ValueError as problem:
         raise _shorter(name) from problem
     with mapping, memoryview(mapping) as view:

@@ -11,6 +11,7 @@ processor time; they are read with the kind of hash that they were written with.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -25,7 +26,7 @@ _LEAST_BLOCK = 1 << 16
 _MOST_BLOCKS = 256
 _MARK = 8
 """Hexadecimal digits of a mark: it places damage that the whole hash has found, and proves nothing by itself."""
-_CHUNK = 1 << 20
+_CHUNK = 1 << 18  # stays in a core's own cache between the read and the hash
 
 
 class FileEntry(msgspec.Struct, frozen=True, eq=False, omit_defaults=True):
@@ -98,23 +99,21 @@ class Hasher:
 
 def hash_file(path: Path, kind: str = XXH3) -> FileEntry:
     """Size and hash of a file as it reads now, with its marks."""
-    steps = hash_by_steps(path, kind)
+    with path.open("rb", buffering=0) as stream:
+        hasher, buffer = Hasher(os.fstat(stream.fileno()).st_size, kind), memoryview(mmap.mmap(-1, _CHUNK))
+        while count := stream.readinto(buffer):
+            hasher.update(buffer[:count])
+        return hasher.entry()
+
+
+def finished(steps: Generator[None, None, FileEntry]) -> FileEntry:
+    """What steps come to, done at once."""
     while True:
         try:
             next(steps)
         except StopIteration as done:
             entry: FileEntry = done.value
             return entry
-
-
-def hash_by_steps(path: Path, kind: str = XXH3) -> Generator[None, None, FileEntry]:
-    """The same with a pause after every piece, for whoever has to leave off; returns the entry."""
-    with path.open("rb", buffering=0) as stream:
-        hasher, buffer = Hasher(os.fstat(stream.fileno()).st_size, kind), memoryview(bytearray(_CHUNK))
-        while count := stream.readinto(buffer):
-            hasher.update(buffer[:count])
-            yield
-        return hasher.entry()
 
 
 def hash_bytes(content: bytes, kind: str = XXH3) -> FileEntry:
