@@ -17,6 +17,7 @@ from guard_helpers import full, on_ranks, same, snapshot, tiny_model, tiny_optim
 from headway.account.errors import Refused
 from headway.guard import contents, direct, layout, remote, save_job, staging, writing
 from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
+from headway.guard.host_file import HostFile
 from headway.guard.object_store import ObjectStore
 from headway.guard.peers import PEERS
 from headway.guard.remote import fetch_newest, read_remote_manifest
@@ -235,6 +236,60 @@ def test_pruning_costs_neither_the_upload_nor_a_second_reading(
         }
     else:
         assert uploads == [([1, 2, 3], 0), ([1, 2, 4], 0), ([1, 2, 5], 0)] and read == []
+    tiers.close(over=True)
+
+
+def test_the_optimizer_does_not_wait_for_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    tiers, gate, real = make(tmp_path), threading.Event(), HostFile.entry
+
+    def slow(host: HostFile) -> Any:
+        assert gate.wait(60)
+        return real(host)
+
+    monkeypatch.setattr(HostFile, "entry", slow)
+    assert begin(tiers, model, optimizer, 1)
+    tiers.fence()
+    train(model, optimizer, 1, 1)
+    assert tiers.saver.busy and not begin(tiers, model, optimizer, 2), "but the next save does"
+    gate.set()
+    assert tiers.settle(60) and [event.ok for event in tiers.poll()] == [True, True]
+    assert tiers.disk.verify(layout.published(tiers.disk.root)[0]) == []
+
+    def broken(host: HostFile) -> Any:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(HostFile, "entry", broken)
+    assert begin(tiers, model, optimizer, 3) and tiers.settle(60)
+    (event,) = tiers.poll()
+    assert not event.ok and event.why == "staging: planted"
+    tiers.close(over=True)
+
+
+class Rotting(Inline):
+    """A bit of what was staged turns before the saver has it."""
+
+    def submit(self, job: Job | Room) -> None:
+        assert isinstance(job, Job)
+        (name,) = job.hashed
+        path = Path(job.memory.partial, name)
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        super().submit(job)
+
+
+def test_what_turned_in_memory_after_it_was_staged_is_never_believed(tmp_path: Path) -> None:
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    tiers = make(tmp_path)
+    tiers.saver = Rotting(tmp_path, 600.0)
+    assert begin(tiers, model, optimizer, 1) and tiers.settle(60)
+    assert {event.tier: event.ok for event in tiers.poll()} == {"memory": True, "disk": False}
+    assert layout.published(tiers.disk.root) == []
+    with pytest.raises(Refused, match="does not match its XXH3-128"):
+        tiers.newest()
     tiers.close(over=True)
 
 

@@ -83,14 +83,16 @@ class Hasher:
         self._marks = bytearray()
 
     def update(self, piece: bytes | memoryview) -> None:
-        rest = memoryview(piece)
-        while len(rest):
-            room = self._block - self._done % self._block
-            self._hash.update(rest[:room])
-            self._done += len(rest[:room])
-            if self._done % self._block == 0:
-                self._marks += self._hash.hexdigest()[:_MARK].encode()
-            rest = rest[room:]
+        with memoryview(piece) as whole:
+            at = 0
+            while at < len(whole):
+                room = self._block - self._done % self._block
+                with whole[at : at + room] as part:
+                    self._hash.update(part)
+                    at += len(part)
+                    self._done += len(part)
+                if self._done % self._block == 0:
+                    self._marks += self._hash.hexdigest()[:_MARK].encode()
 
     def entry(self) -> FileEntry:
         sha256, xxh3 = (self._hash.hexdigest(), "") if self._kind == SHA256 else ("", self._hash.hexdigest())

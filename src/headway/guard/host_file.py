@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from headway.guard.hashing import FileEntry, Hasher
 from headway.guard.image import Image, address
 
 _POPULATE_WRITE = 23  # Linux 5.14: maps every page now, so that the first copy does not stop at each
@@ -53,6 +54,13 @@ class HostFile:
         made = cls.__new__(cls)
         made.image, made.targets, made._pinned = Image(), [], False
         return made
+
+    def entry(self) -> FileEntry:
+        """The file's hash, without Python's lock, for a third of what reading costs: its pages are mapped here."""
+        hasher = Hasher(self.image.size)
+        with memoryview(self.memory) as view:
+            hasher.update(view)
+        return hasher.entry()
 
     def close(self) -> None:
         """Unmaps; the file stays where it is."""

@@ -57,7 +57,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One save of one rank.
 
     `keep`: what stays on the disk once this save is published. `peer`: the node that gets a copy of this node's
-    memory. `files`: this rank's, in the memory folder. `manifest`: complete but for files and the bytes of "rest".
+    memory. `files`: this rank's, in the memory folder; `hashed`: those of them that the trainer has hashed.
+    `manifest`: complete but for files and the bytes of "rest".
     `sound`: marks of checkpoints on the disk that the trainer knows to be sound (`guard.contents`).
     `deadline_s`: from the start; what waits for other ranks gives up then.
     """
@@ -74,6 +75,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sound: dict[str, str] = {}
     remote: Remote | None = None
     deadline_s: float = 600.0
+    hashed: dict[str, FileEntry] = {}
 
     def tiers(self) -> list[str]:
         """What it is for, in order."""
@@ -138,7 +140,9 @@ def run_job(job: Job, tell: Tell) -> None:
             for tier in job.tiers():
                 tell(Outcome(id=job.id, tier=tier, ok=False, why="the staged copy is gone"))
         else:
-            entries = {name: hash_file(Path(f"/proc/self/fd/{fd}")) for name, fd in sources.items()}
+            entries = {
+                name: job.hashed.get(name) or hash_file(Path(f"/proc/self/fd/{fd}")) for name, fd in sources.items()
+            }
             attempt("memory", job.memory.final, lambda: _to_memory(job, entries, deadline))
             peer, disk, remote = job.peer, job.disk, job.remote
             if peer is not None:

@@ -29,7 +29,7 @@ class Stager:
         self._stream: torch.cuda.Stream | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-stage")
         self._running: Future[None] | None = None
-        self._queued = threading.Event()
+        self._queued = threading.Event()  # on a CPU: copied
         self._done: torch.cuda.Event | None = None
         self.waited_s = 0.0
 
@@ -43,7 +43,7 @@ class Stager:
     ) -> None:
         """Begins the copy of `sources`, in the order of the image's places, into `host`.
 
-        `then` is called on the copying thread, with what went wrong.
+        `then` is called on the copying thread when the state may change, with what went wrong.
         `moving`: keys under "model" that change between optimizer steps (buffers).
         """
         self.fence()
@@ -67,12 +67,9 @@ class Stager:
         if self._running is None:
             return
         started = time.perf_counter()
-        if self._cuda:
-            self._queued.wait()
-            if self._done is not None:
-                torch.cuda.current_stream().wait_event(self._done)  # the device waits, not the host
-        else:
-            self._running.exception()
+        self._queued.wait()
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)  # the device waits, not the host
         self.waited_s += time.perf_counter() - started
         self._running = None
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from headway import __version__
@@ -367,9 +368,8 @@ class Tiers:
         )
         self._in_work = _InWork(job.id, step, plan.slot, draft is not None)
         self.saver.reserve()
-        self.stager.start(
-            self._bound.sources, moving, step, self._host(slot), lambda problem: self._staged(job, problem)
-        )
+        host = self._host(slot)
+        self.stager.start(self._bound.sources, moving, step, host, lambda problem: self._staged(job, host, problem))
         return True
 
     def _make_room(self, step: int, keep: Keep | None) -> None:
@@ -402,13 +402,18 @@ class Tiers:
     def _host(self, slot: Slot) -> HostFile:
         return slot.host if slot.host is not None else HostFile.empty()
 
-    def _staged(self, job: Job, problem: BaseException | None) -> None:
-        """On the staging thread."""
-        if problem is None:
+    def _staged(self, job: Job, host: HostFile, problem: BaseException | None) -> None:
+        """On the staging thread, while training goes on."""
+        try:
+            if problem is not None:
+                raise problem
+            if host.image.name:
+                job = msgspec.structs.replace(job, hashed={host.image.name: host.entry()})
+        except BaseException as failed:
+            self.saver.tell(Outcome(id=job.id, tier="memory", ok=False, why=f"staging: {failed}"))
+            self.saver.release()
+        else:
             self.saver.submit(job)
-            return
-        self.saver.tell(Outcome(id=job.id, tier="memory", ok=False, why=f"staging: {problem}"))
-        self.saver.release()
 
     def _plan(self, step: int, flat: Flat, disk: bool, keep: Keep | None) -> _Plan:
         """On rank 0: a generation above all in sight, the slot that is missed least, room on the disk."""
