@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from headway.cli.main import main
 from tiny import config, make_chats, make_tokenizer, run_file
+from train.running import run
 
 
 def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -20,10 +22,20 @@ def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
     return int(end.value.code or 0), told.out, told.err
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run file of a run that is over, for all that only look at it."""
+    path = run_file(
+        tmp_path_factory.mktemp("trained"), train={"steps": 4}, eval={"holdout": 4}, checkpoint={"every": 2}
+    )
+    run(path)
+    return path
+
+
 @pytest.fixture
-def trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
-    path = run_file(tmp_path, train={"steps": 4}, eval={"holdout": 4}, checkpoint={"every": 2})
-    assert call(capsys, "train", path)[0] == 0
+def own_trained(tmp_path: Path) -> Path:
+    path = run_file(tmp_path, train={"steps": 4}, checkpoint={"every": 2})
+    run(path)
     return path
 
 
@@ -102,15 +114,15 @@ def test_train_resume_report_and_checkpoints(trained: Path, capsys: pytest.Captu
     assert code == 2 and "no checkpoint of step 3; there are: 2, 4" in err
 
 
-def test_a_flipped_bit_is_bad_news(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trained.parent / "runs" / "tiny"
+def test_a_flipped_bit_is_bad_news(own_trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = own_trained.parent / "runs" / "tiny"
     shard = sorted(run.glob("checkpoints/step-00000004*/*.distcp"))[0]
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     code, out, _ = call(capsys, "checkpoint", "verify", run)
     assert code == 1 and shard.name in out
-    code, out, _ = call(capsys, "train", trained)
+    code, out, _ = call(capsys, "train", own_trained)
     assert code == 0 and "newer checkpoint not used" in out, "the run goes on from the older one and says why"
     code, out, _ = call(capsys, "checkpoint", "prune", run, "--keep", "1", "--json")
     told = json.loads(out)
@@ -172,12 +184,14 @@ def test_a_model_that_cannot_be_made_is_refused_before_any_data_is_read(
         assert not (tmp_path / "runs" / "shards").exists()
 
 
-def test_checkpoints_are_found_where_everything_else_is_lost(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trained.parent / "runs" / "tiny"
+def test_checkpoints_are_found_where_everything_else_is_lost(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Path(shutil.copytree(trained.parent / "runs" / "tiny", tmp_path / "tiny"))
     (run / "metrics.jsonl").unlink()
     code, out, _ = call(capsys, "checkpoint", "verify", run)
     assert code == 0 and "verified" in out
-    assert call(capsys, "checkpoint", "export", run, trained.parent / "rescued")[0] == 0
+    assert call(capsys, "checkpoint", "export", run, tmp_path / "rescued")[0] == 0
     code, _, err = call(capsys, "report", run)
     assert code == 2 and "metrics.jsonl" in err
 

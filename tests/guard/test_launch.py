@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -14,11 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from headway.account.errors import UserError
 from headway.guard.deaths import Judgement
 from headway.guard.failure import RecordedFailure, read_failure, record_failure
 from headway.guard.ledger import Ledger
+from headway.guard.process_group import close_process_group, init_process_group
 from headway.guard.processes import Start
 from headway.guard.ranks import read_rank_env
 from headway.guard.supervisor import Supervisor
@@ -60,8 +64,8 @@ def launch(tmp_path: Path, clean_env: dict[str, str], monkeypatch: pytest.Monkey
     return start
 
 
-def run_once(tmp: Path, n: int, script: Path, env: dict[str, str], *words: str, **options: object) -> int:
-    start = Start([str(tmp), *words], command=[sys.executable, str(script)])
+def run_once(tmp: Path, n: int, script: Path, env: dict[str, str], **options: object) -> int:
+    start = Start([str(tmp)], command=[sys.executable, str(script)])
     never_again = Judgement(stuck=0)
     return Supervisor(
         start, n, Ledger(tmp / "incidents.jsonl"), tmp / "logs", env, judgement=never_again, **options
@@ -243,42 +247,44 @@ def test_ranks_die_with_a_killed_launcher(launch: Callable[..., int], tmp_path: 
     assert all(gone(pid) for pid in pids)
 
 
-MEETING = """
-if sys.argv[2] == "light":  # as long as the other launch lives, this one does too
-    import socket
-    socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])), timeout=30).close()
-    mark(f"light-{rank}", os.environ["MASTER_PORT"])
-    wait_for("sum-0"); wait_for("sum-1"); sys.exit(0)
-wait_for("light-0"); wait_for("light-1")
-import torch, torch.distributed as dist
-from headway.guard.process_group import init_process_group, close_process_group
-from headway.guard.ledger import Ledger
-from headway.guard.processes import Start
-from headway.guard.ranks import read_rank_env
-from headway.guard.supervisor import Supervisor
-torch.set_num_threads(1)
-init_process_group(read_rank_env(os.environ), torch.device("cpu"), timeout_s=60)
-box = torch.tensor([1.0 + rank])
-dist.all_reduce(box)
-mark(f"sum-{rank}", f"{float(box)} {os.environ['MASTER_PORT']}")
-close_process_group()
-"""
+def meets(kind: str, folder: Path) -> int:
+    """A rank of one of two launches: the light one is there as long as the other one sums over its ranks."""
+    rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+
+    def mark(name: str, text: str) -> None:
+        (folder / f"{name}.part").write_text(text)
+        (folder / f"{name}.part").rename(folder / name)
+
+    if kind == "light":
+        socket.create_connection(("127.0.0.1", int(port)), timeout=30).close()
+        mark(f"light-{rank}", port)
+        for each in (0, 1):
+            wait_for(folder / f"sum-{each}")
+        return 0
+    for each in (0, 1):
+        wait_for(folder / f"light-{each}")
+    init_process_group(read_rank_env(os.environ), torch.device("cpu"), timeout_s=60)
+    box = torch.tensor([1.0 + int(rank)])
+    dist.all_reduce(box)
+    mark(f"sum-{rank}", f"{float(box)} {port}")
+    close_process_group()
+    return 0
 
 
 def test_two_launches_at_once_do_not_meet(tmp_path: Path, clean_env: dict[str, str]) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(PRELUDE + MEETING)
-    codes: dict[str, int] = {}
+    def launches(kind: str) -> None:
+        start = Start([], entry=lambda argv: meets(kind, tmp_path))
+        ledger = Ledger(tmp_path / f"{kind}.jsonl")
+        os._exit(Supervisor(start, 2, ledger, tmp_path / kind, clean_env, judgement=Judgement(stuck=0)).run())
 
-    def start(kind: str) -> None:
-        codes[kind] = run_once(tmp_path, 2, script, clean_env, kind)
-
-    threads = [threading.Thread(target=start, args=(kind,)) for kind in ("light", "torch")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert codes == {"light": 0, "torch": 0}
+    fork = multiprocessing.get_context("fork").Process
+    launchers = [fork(target=launches, args=(kind,)) for kind in ("light", "torch")]
+    for launcher in launchers:
+        launcher.start()
+    for launcher in launchers:
+        launcher.join(200)
+        launcher.kill()
+    assert [launcher.exitcode for launcher in launchers] == [0, 0]
     sums = {(tmp_path / f"sum-{rank}").read_text() for rank in (0, 1)}
     assert len(sums) == 1
     total, port = sums.pop().split()

@@ -135,7 +135,7 @@ def test_the_smaller_side_does_not_go_on(tmp_path: Path) -> None:
         if on("a") and place.step == 7 and place.once("killed"):
             lose_host()
 
-    hosts = Hosts(tmp_path, fault, 1, 2, lost_s=0.5, patience_s=3.0)
+    hosts = Hosts(tmp_path, fault, 1, 2, lost_s=1.0, patience_s=3.0)
     hosts.start("a")
     hosts.opened()
     hosts.start("b")

@@ -85,7 +85,7 @@ def test_no_alarm_where_it_takes_long_by_nature(tmp_path: Path) -> None:
             if with_phase:
                 place.beacon.leave()
 
-    ended = supervise(tmp_path, fault, hang_least_s=0.5)
+    ended = supervise(tmp_path, fault, hang_least_s=0.8)
     assert (ended.code, ended.incidents) == (0, [])
 
 
