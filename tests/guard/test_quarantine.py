@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from data.memory_store import random_store
 from headway.account.events import Quarantined
+from headway.cli.main import main
 from headway.data.global_batch import Position
 from headway.data.stream import Stream, StreamOptions
 from headway.data.view import View, ViewOptions, Weighted
 from headway.guard.quarantine import Quarantine, Why, read_ledger, release, standing
+from headway.record.folder import RunFolder
 
 
 @pytest.fixture
@@ -111,3 +114,31 @@ def test_ids_that_no_tokenizer_knows_are_no_reason_to_fail(tmp_path: Path, view:
     held.decode = decode
     held.add([(3, Why("bad id"))], Position(), step=1)
     assert "cannot be decoded: OverflowError" in read_ledger(held.path)[0].excerpt
+
+
+def test_a_release_typed_twice_frees_nobody_else(
+    tmp_path: Path, view: View, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Numbers were places in the list of those left: the same command again freed the next document."""
+    folder = RunFolder(tmp_path / "run").create()
+    folder.metrics.touch()
+    held = quarantine(folder.root, view)
+    held.add([(3, Why("spike")), (5, Why("spike"))], Position(0, 2), step=5)
+
+    def called(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main(["data", "quarantine", arguments[0], str(folder.root), *arguments[1:]])
+        return int(end.value.code or 0), *capsys.readouterr()
+
+    assert called("release", "1")[0] == 0
+    with held.path.open("a") as ledger:
+        ledger.write("no line of ours\n")
+    code, out, err = called("release", "1")
+    assert code == 0 and out.startswith("released before: ") and f"{held.path}:4: cannot be read" in err
+    assert [line.document for line in standing(read_ledger(held.path))] == [5]
+    code, out, err = called("list", "--json")
+    assert [(one["number"], one["document"]) for one in json.loads(out)] == [(2, 5)] and "quarantine.jsonl:4" in err
+    code, _, err = called("release", "2", "3")
+    assert code == 2 and "the number 3; set aside are 2" in err
+    assert called("release", "--all")[0] == called("release", "--all")[0] == 0
+    assert not standing(read_ledger(held.path))

@@ -46,7 +46,7 @@ def test_a_run_with_deaths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ledger = Ledger(run.incidents, host="node<b>7")
     killed = ledger.record("rank killed", 12, rank=1, evidence="<script>alert(1)</script>", action="restarted from …")
     ledger.amend(killed, steps_lost=3, seconds_lost=9.0, recover_s=4.0, detect_s=1.0)
-    hung = ledger.record("hang", 20, rank=0, phase="data", action="restarted", detect_s=5.0)
+    hung = ledger.record("hang", 20, rank=0, phase="data", evidence="[/a]", action="restarted", detect_s=5.0)
     ledger.amend(hung, recover_s=6.0, seconds_lost=11.0)
     ledger.record("recompiles", 30, action="training goes on")
     found = read_overview(run)
@@ -61,7 +61,7 @@ def test_a_run_with_deaths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
             main(["incidents", str(run.root), "--html", *options])
         assert end.value.code == 0
     out = capsys.readouterr().out
-    assert "MTBF" in out and "rank killed" in out
+    assert "MTBF" in out and "rank killed" in out and "[/a]" in out
     assert json.loads(out[out.index("{") :])["failures"] == 2
     run.metrics.unlink()  # what is there is still told
     with pytest.raises(SystemExit) as end:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.style import Style
+from rich.table import Table
 
 from headway.account.events import SessionStart
 from headway.record.folder import RunFolder
@@ -103,3 +104,14 @@ def test_bars_fill_their_width_exactly_and_never_vanish(a: float, b: float, widt
         assert text.strip(), "a loss that is there must show"
     full = text.count("█")
     assert full <= (end - start) * width + 1
+
+
+@pytest.mark.parametrize("text", ["data.sources=[/abs/chats.jsonl]", "eval.data=[chats.jsonl]", "[bold]x", ":rocket:"])
+def test_what_a_user_wrote_comes_out_as_written(text: str) -> None:
+    """A list in an override was read as markup: the run it stopped ended with a traceback, or its command lacked the list."""
+    file = io.StringIO()
+    console, table = make_console(file, 120), Table(text)
+    table.add_row(text)
+    console.print(text, soft_wrap=True)
+    console.print(table)
+    assert file.getvalue().count(text) == 3

@@ -17,7 +17,7 @@ from headway.account.events import Quarantined
 from headway.data.global_batch import Position
 from headway.data.stream import Stream
 from headway.data.view import View
-from headway.record.jsonl import JsonlWriter, PatientWriter, read_jsonl
+from headway.record.jsonl import JsonlWriter, Lines, PatientWriter, read_jsonl
 
 _EXCERPT_TOKENS, _EXCERPT = 120, 240
 RELEASED = "released"
@@ -159,7 +159,12 @@ class Quarantine:
 
 
 def read_ledger(path: Path) -> list[Quarantined]:
-    return read_jsonl(path, Quarantined).items
+    return read_lines(path).items
+
+
+def read_lines(path: Path) -> Lines[Quarantined]:
+    """The ledger, and which of its lines cannot be read."""
+    return read_jsonl(path, Quarantined)
 
 
 def append(path: Path, line: Quarantined) -> None:
@@ -169,10 +174,18 @@ def append(path: Path, line: Quarantined) -> None:
     writer.close()
 
 
+def numbered(lines: Iterable[Quarantined]) -> dict[int, Quarantined]:
+    """The newest line of every document by its number, from 1 on: in the order in which they first came.
+
+    A released one keeps its number, or a command repeated would name another document than the first time.
+    """
+    newest = {(line.store, line.document): line for line in lines}
+    return dict(enumerate(newest.values(), 1))
+
+
 def standing(lines: Iterable[Quarantined]) -> list[Quarantined]:
     """The lines that are in force: the newest of every document, without those that were released."""
-    newest = {(line.store, line.document): line for line in lines}
-    return [line for line in newest.values() if line.reason != RELEASED]
+    return [line for line in numbered(lines).values() if line.reason != RELEASED]
 
 
 def release(path: Path, lines: Iterable[Quarantined]) -> None:

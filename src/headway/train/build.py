@@ -29,7 +29,7 @@ from headway.guard.environment import collect_environment
 from headway.guard.folder_lock import FolderLock
 from headway.guard.ledger import Ledger, Listener
 from headway.guard.process_group import control
-from headway.guard.quarantine import Quarantine, read_ledger
+from headway.guard.quarantine import Quarantine, read_lines
 from headway.guard.ranks import RankEnv, is_prepared, restart_of, supervised_restart
 from headway.guard.signals import StopRequest
 from headway.guard.tiers import Tiers
@@ -292,8 +292,10 @@ def _spikes(
 ) -> Spikes:
     """The guard, with the documents that were set aside before taken out of the stream."""
     aside = Quarantine(folder.quarantine, stream.view, writes=place.rank == 0, decode=decoder(config))
-    ledger = control().on_main(lambda: read_ledger(folder.quarantine), UserError, (UserError, OSError))
-    for note in aside.join(state.quarantine, ledger, state.position.epoch):
+    ledger = control().on_main(lambda: read_lines(folder.quarantine), UserError, (UserError, OSError))
+    for number, why in ledger.bad:
+        say(f"quarantine: {folder.quarantine}:{number} cannot be read: {why}")
+    for note in aside.join(state.quarantine, ledger.items, state.position.epoch):
         say(note)
     lora, clock = config.model.lora is not None, reporter.run_clock
 

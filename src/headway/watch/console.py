@@ -15,12 +15,13 @@ from rich.console import Console
 def make_console(file: TextIO | None = None, width: int | None = None) -> Console:
     """A console on `file` (default: standard output) that cannot fail on a character.
 
-    A log file with an old encoding would otherwise end a training run at the first dash that it does not have.
+    A log file with an old encoding would otherwise end a training run at the first dash that it does not have. Neither
+    markup nor emoji codes are read: a path or an override in brackets is the user's text, and must come out as it is.
     """
     stream = file or sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
-    return Console(file=stream, width=width, highlight=False)
+    return Console(file=stream, width=width, markup=False, emoji=False, highlight=False)
 
 
 class SurvivingStream:
