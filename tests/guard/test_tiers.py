@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -166,6 +167,31 @@ def test_without_shared_memory_saves_block(tmp_path: Path, monkeypatch: pytest.M
     tiers.close(over=True)
 
 
+def test_memory_with_room_for_one_of_two_leaves_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    optimizer = tiny_optimizer(model)
+    tiers = make(tmp_path)
+    assert begin(tiers, model, optimizer, 1, disk=False) and tiers.settle(60)
+    assert tiers.memory is not None
+    (tiers.memory.root / "step-00000001.g0001").rename(tiers.memory.root / "step-00000001.g0009")  # an earlier start's
+
+    def full_memory(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "posix_fallocate", full_memory)
+    with pytest.raises(CheckpointFailed, match="no space left"):
+        begin(tiers, model, optimizer, 2)
+    (event,) = [
+        one for one in tiers.save_now(2, capture(model, [optimizer]), {}, {}, direct=True) if one.tier == "disk"
+    ]
+    assert event.ok and tiers.newest().ref.step == 2, "the older copy in memory is not taken for the newer one"  # type: ignore[union-attr]
+    assert not layout.work_folders(tiers.disk.root), "what the failed save had claimed is gone"
+    monkeypatch.undo()
+    assert begin(tiers, model, optimizer, 3) and tiers.settle(60), "once there is room, beside the training again"
+    assert all(one.ok for one in tiers.poll()) and tiers.newest().ref.step == 3  # type: ignore[union-attr]
+    tiers.close(over=True)
+
+
 def test_a_full_disk_leaves_the_memory_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*_: Any) -> None:
         raise CheckpointFailed("too little space")
@@ -262,8 +288,9 @@ def test_the_optimizer_does_not_wait_for_the_hash(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(HostFile, "entry", broken)
     assert begin(tiers, model, optimizer, 3) and tiers.settle(60)
-    (event,) = tiers.poll()
-    assert not event.ok and event.why == "staging: planted"
+    failed = [(event.tier, event.ok, event.why) for event in tiers.poll()]
+    assert failed == [("memory", False, "staging: planted"), ("disk", False, "staging: planted")], "the disk's counts"
+    assert not layout.work_folders(tiers.disk.root), "what it had claimed is free"
     tiers.close(over=True)
 
 

@@ -122,7 +122,7 @@ def test_memory_that_was_not_asked_for_is_at_most_half_of_what_is_free(
 ) -> None:
     memory = SimpleNamespace(root=tmp_path)
     node = SimpleNamespace(
-        memory=memory, node_ranks=[0, 1], has_peers=False, disk=SimpleNamespace(control=Control(None))
+        memory=memory, off="", node_ranks=[0, 1], has_peers=False, disk=SimpleNamespace(control=Control(None))
     )
     monkeypatch.setattr(places, "free_on_host", lambda: 10e9)
     monkeypatch.setattr(places.shutil, "disk_usage", lambda path: SimpleNamespace(free=8e9))
@@ -137,12 +137,37 @@ def test_memory_that_was_not_asked_for_is_at_most_half_of_what_is_free(
     assert why(1.0, memory=None, off="no shared memory") == "no shared memory"
 
 
+@pytest.mark.parametrize(("free", "small"), [(8.4e6, False), (8.3e6, True)])
+def test_shared_memory_that_cannot_hold_two_is_said_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: float, small: bool
+) -> None:
+    """Docker's /dev/shm has 64 MB: no save beside the training ever had room there, and each was dropped."""
+    tiers: Any = SimpleNamespace(
+        memory=SimpleNamespace(root=tmp_path / "run"),
+        off="",
+        node_ranks=[0],
+        has_peers=False,
+        disk=SimpleNamespace(control=Control(None), root=tmp_path),
+    )
+    monkeypatch.setattr(places.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    config = CheckpointConfig(every=4, memory_every=3)
+    tiers.off = places.too_small(config, tiers, 4.2e6, ranks=1)
+    assert bool(tiers.off) is small
+    told = places.describe(config, tiers, 3, 1_400_000, 2.8e6, ranks=1)
+    assert "about 4.2 MB each: model 1.4 MB, optimizer 2.8 MB" in told[0]
+    if small:
+        assert f"saves block: 2 x 4.2 MB are needed in {tmp_path}, 8.3 MB are free" in told[1]
+    else:
+        assert "2 x 4.2 MB of 8.4 MB" in told[1]
+
+
 def test_what_lies_in_memory_since_before_a_restart_counts_as_free(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is the run's own, and new ones come in its place: else a run that fitted does not after its first death."""
     tiers = SimpleNamespace(
         memory=SimpleNamespace(root=tmp_path),
+        off="",
         node_ranks=[0],
         has_peers=False,
         disk=SimpleNamespace(control=Control(None), root=tmp_path),

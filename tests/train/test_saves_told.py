@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from headway.account.errors import Stopped
 from headway.config.checkpoint import CheckpointConfig
 from headway.guard.control import Control
 from headway.guard.layout import CheckpointFailed
@@ -65,9 +66,25 @@ def test_a_save_that_goes_wrong_leaves_no_step_at_which_the_next_is_due_at_once(
         if made.is_due(step):
             due.append(step)
             made.begin(step, lambda: Snapshot({}, frozenset(), {}, {}))
-    learned = saves and bool(off or finds)
-    often = [FIRST_STEPS, 5 * FIRST_STEPS] if learned else list(range(FIRST_STEPS, 121, FIRST_STEPS))
-    assert due == often, "at first so often; where a save tells its cost, as often as that pays"
-    if off or finds:
-        assert tiers.blocked == due and every["memory"] is None
-        assert not saves or all(line.cost_s >= 0.01 for line in told), "what it blocked is its cost"
+    always, often = list(range(FIRST_STEPS, 121, FIRST_STEPS)), [FIRST_STEPS, 5 * FIRST_STEPS]
+    assert tiers.blocked == (often if saves else always), "at first so often; where a save tells its cost, as that pays"
+    assert due == (tiers.blocked if off or finds else always), "memory, where it may have room the next time"
+    assert (every["memory"] is None) is bool(off or finds)
+    assert not saves or all(line.cost_s >= 0.01 for line in told), "what it blocked is its cost"
+
+
+def test_a_save_that_memory_has_no_room_for_counts_when_the_disk_fails_too() -> None:
+    """8 of 8 failed, max_failures was 5, and the run trained on: they counted as the memory's."""
+    told: list[tuple[Any, ...]] = []
+    reporter: Any = SimpleNamespace(session=1, tell=told.append, incident=lambda *what: told.append(what))
+    every: Any = {"disk": 1, "memory": 1, "remote": None}
+    cadence = Cadence(every, gpus=1, failures=0, device_s=0.0, control=Control(None), say=lambda line: None)
+    config = CheckpointConfig(every=1, max_failures=2)
+    made: Any = Saves(config, Tiers("", "", False), reporter, told.append, cadence, lambda: 0.0)  # type: ignore[arg-type]
+    with pytest.raises(Stopped, match="more than 2 saves in a row failed"):
+        for step in range(1, 9):
+            assert made.is_due(step)
+            made.begin(step, lambda: Snapshot({}, frozenset(), {}, {}))
+    assert step == 4
+    assert told[0][2:] == ("memory: no space left", "the disk's was written while training waited")
+    assert told[1][2:] == ("no space left", "went on without it")

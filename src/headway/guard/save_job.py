@@ -160,6 +160,16 @@ def run_job(job: Job, tell: Tell) -> None:
     tell(Outcome(id=job.id, seconds=time.monotonic() - started))
 
 
+def withdraw(job: Job, why: str) -> None:
+    """Gives up a job that was not begun: frees what it had claimed, or tells whoever waits for this rank's part."""
+    for folder in filter(None, (job.memory, job.disk)):
+        with contextlib.suppress(OSError):
+            if job.rank != folder.ranks[0]:
+                _write_part(Path(folder.partial), job.rank, {}, why)
+            elif folder is job.disk:  # the memory's is filled again by the next save
+                shutil.rmtree(folder.partial)
+
+
 def make_room(room: Room, tell: Tell) -> None:
     """Does it; what stays beyond `keep` is told of."""
     started = time.monotonic()

@@ -14,6 +14,7 @@ A memory checkpoint is a folder like any other, in shared memory; all tiers of o
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -37,7 +38,7 @@ from headway.guard.manifest import Manifest
 from headway.guard.node_memory import NodeMemory
 from headway.guard.object_store import ObjectStore
 from headway.guard.publishing import now
-from headway.guard.save_job import Folder, Job, Outcome, Remote, Room
+from headway.guard.save_job import Folder, Job, Outcome, Remote, Room, withdraw
 from headway.guard.saver import Saver
 from headway.guard.slots import Slot, Slots
 from headway.guard.staging import Stager
@@ -90,8 +91,8 @@ class Tiers:
 
     `run_folder`: whose run it is. `keep_memory`: memory checkpoints that stay while the next is made; host memory holds
     one more. `copies`: whether each node's part also goes to the next node's memory. `timeout_s`: a save that is not
-    published by then is given up. `off`: why there is no memory tier (saves are then written by the trainer itself,
-    and block).
+    published by then is given up. `off`: why nothing is staged (saves are then written by the trainer itself, and
+    block); the same on all ranks. `memory`: where memory checkpoints are, also where none is added.
     """
 
     def __init__(
@@ -188,11 +189,12 @@ class Tiers:
         *,
         remote: bool = False,
         keep: Keep | None = None,
+        direct: bool = False,
     ) -> list[Event]:
         """Returns when the state is on the disk, whatever it takes. Collective; raises like `CheckpointStore.save`.
 
         For the last save before the process ends. What the saver cannot do in time, this process does itself. With
-        `remote` the upload begins; `settle` waits for it.
+        `remote` the upload begins; `settle` waits for it. `direct`: not through memory, which has just had no room.
         """
         self.fence()
         if self.saver.left == {"remote"}:  # an upload may take long: it goes on by itself, and another process saves
@@ -202,9 +204,11 @@ class Tiers:
         events = self.poll()
         if self._control.broadcast(self.published.get("disk")) == step:
             return events
+        begun = False
         try:
-            begun = self.save(step, tensors, meta, rank_state, remote=remote, keep=keep)
-            if not begun and self._made_room:
+            if not direct:
+                begun = self.save(step, tensors, meta, rank_state, remote=remote, keep=keep)
+            if not begun and self._made_room and not direct:
                 self.settle()
                 begun = self.save(step, tensors, meta, rank_state, remote=remote, keep=keep)
         except CheckpointFailed:
@@ -218,15 +222,19 @@ class Tiers:
             events += self.poll()
             if self._control.broadcast(self.published.get("disk")) == step:
                 return events
-        ref = self.disk.save(
-            step, tensors, meta, rank_state, above=self._generation, make_room=lambda: self._prune(keep, unread=True)
-        )
+        make_room = functools.partial(self._prune, keep, unread=True)
+        ref = self.disk.save(step, tensors, meta, rank_state, above=self._above(), make_room=make_room)
         self._generation = ref.generation
         self.published["disk"] = step
         size = sum(file.stat().st_size for file in ref.path.iterdir()) if self._control.is_main else 0
         if self._control.is_main:
             events += [Event("prune", step, False, text) for text in self._prune(keep)]
         return [*events, Event("disk", step, True, bytes=size, path=str(ref.path))]
+
+    def _above(self) -> int:
+        """The highest generation that was used: a start takes the highest one, so an old copy in memory counts."""
+        in_memory = layout.next_generation(self.memory.root) - 1 if self.memory is not None else 0
+        return max(self._generation, in_memory)
 
     def _prune(self, keep: Keep | None, *, unread: bool = False) -> list[str]:
         """In this process, on rank 0; what should have gone and did not."""
@@ -410,7 +418,9 @@ class Tiers:
             if host.image.name:
                 job = msgspec.structs.replace(job, hashed={host.image.name: host.entry()})
         except BaseException as failed:
-            self.saver.tell(Outcome(id=job.id, tier="memory", ok=False, why=f"staging: {failed}"))
+            for tier in job.tiers():  # none of them gets the copy
+                self.saver.tell(Outcome(id=job.id, tier=tier, ok=False, why=f"staging: {failed}"))
+            withdraw(job, f"staging: {failed}")
             self.saver.release()
         else:
             self.saver.submit(job)
@@ -418,7 +428,7 @@ class Tiers:
     def _plan(self, step: int, flat: Flat, disk: bool, keep: Keep | None) -> _Plan:
         """On rank 0: a generation above all in sight, the slot that is missed least, room on the disk."""
         assert self.memory is not None
-        above = max(self._generation, layout.next_generation(self.memory.root) - 1)
+        above = self._above()
         draft, error, waits = None, "", False
         if disk:
             try:

@@ -54,7 +54,7 @@ from headway.train.memory import Fit
 from headway.train.model import BuiltModel, check_model_section
 from headway.train.place import Place, find_place, peak_of
 from headway.train.places import describe as describe_places
-from headway.train.places import no_room
+from headway.train.places import no_room, too_small
 from headway.train.reporter import Reporter
 from headway.train.rollback import Went, go_back
 from headway.train.run import Run
@@ -182,14 +182,16 @@ def _build(
     every = every_of(config.checkpoint)
     kept = [p for p in model.module.parameters() if p.requires_grad or config.model.lora is None]
     saved, optimizer_size = sum(p.numel() * p.element_size() for p in kept), optimizer_bytes * place.layout.shard
+    tiers.off = tiers.off or too_small(config.checkpoint, tiers, saved + optimizer_size, place.world)
+    if tiers.off:
+        every["memory"] = None
     if every["memory"] == "auto":
         # A resume has the optimizer's state already.
         to_come = optimizer_bytes * place.ranks_here if place.device.type == "cpu" and found is None else 0.0
         why_none = no_room(config.checkpoint, tiers, saved + optimizer_size, to_come, place.world)
         if why_none:
             every["memory"] = None
-            if tiers.memory is not None:  # else `describe_places` says it
-                say(f"checkpoints: {why_none}")
+            say(f"checkpoints: {why_none}")
     spikes_a_step = SPIKES_A_STEP if config.guard.spikes == "act" else 0.0
     cadence = Cadence(every, place.world, failures, device_s, control(), say, spikes=spikes_a_step)
     saves = Saves(config.checkpoint, tiers, reporter, say, cadence, lambda: run_clock.account().wall_ns / 1e9)

@@ -10,13 +10,13 @@ from pathlib import Path
 from headway.account.errors import UserError
 from headway.config.checkpoint import CheckpointConfig
 from headway.guard.checkpoint import CheckpointStore
+from headway.guard.memory import SHARED_MEMORY
 from headway.guard.tiers import Tiers
 from headway.parallel.memory import free_on_host
 from headway.record.folder import RunFolder
 from headway.train.look import own_run_id
 
 _MOST_OF_FREE = 0.5
-GB = 1e9
 
 
 def own_store(run_dir: Path) -> CheckpointStore:
@@ -38,18 +38,57 @@ def no_room(config: CheckpointConfig, tiers: Tiers, size: float, to_come: float,
 
 
 def _no_room_here(config: CheckpointConfig, tiers: Tiers, size: float, to_come: float, ranks: int) -> str:
-    if tiers.memory is None:
+    if tiers.off or tiers.memory is None:
         return tiers.off
-    rooms = config.keep_memory + 1 + tiers.has_peers  # a neighbour's copy lies here, too
-    need = rooms * size * len(tiers.node_ranks) / ranks
+    need = _rooms_in_memory(config, tiers) * _of_this_node(tiers, size, ranks)
     old = _taken(tiers.memory.root)
     free = min(free_on_host() - to_come, float(shutil.disk_usage(tiers.memory.root).free)) + old
     if need <= _MOST_OF_FREE * free:
         return ""
     return (
-        f"no memory checkpoints: {need / GB:,.2f} GB would be more than half of the {max(0.0, free) / GB:,.2f} GB that "
+        f"no memory checkpoints: {in_bytes(need)} would be more than half of the {in_bytes(max(0.0, free))} that "
         "are free; checkpoint.memory_every: N makes them all the same"
     )
+
+
+def too_small(config: CheckpointConfig, tiers: Tiers, size: float, ranks: int) -> str:
+    """Why nothing can be staged in some node's shared memory, which is too small for it; empty where all have room.
+    Collective. A save would find it out each time, and one that asked for several would have some.
+
+    size: bytes of the whole state.
+    """
+    return next(filter(None, tiers.disk.control.gather(_too_small_here(config, tiers, size, ranks))), "")
+
+
+def _too_small_here(config: CheckpointConfig, tiers: Tiers, size: float, ranks: int) -> str:
+    if tiers.memory is None:
+        return tiers.off
+    rooms, here = _rooms_in_memory(config, tiers), _of_this_node(tiers, size, ranks)
+    free = shutil.disk_usage(tiers.memory.root).free + _taken(tiers.memory.root)
+    if rooms * here <= free:
+        return ""
+    where = tiers.memory.root.parent
+    uploads = ", and nothing is uploaded while training" if config.remote is not None else ""
+    return (
+        f"no memory checkpoints, and saves block{uploads}: {rooms} x {in_bytes(here)} are needed in {where}, "
+        f"{in_bytes(free)} are free; make it larger (docker run --shm-size), or name another place ({SHARED_MEMORY})"
+    )
+
+
+def in_bytes(size: float) -> str:
+    """A size in the unit that shows it: 4.2 MB, 13.50 GB."""
+    for unit, digits, name in ((1e9, 2, "GB"), (1e6, 1, "MB")):
+        if size >= 0.95 * unit:
+            return f"{size / unit:,.{digits}f} {name}"
+    return f"{size / 1e3:,.1f} kB"
+
+
+def _rooms_in_memory(config: CheckpointConfig, tiers: Tiers) -> int:
+    return config.keep_memory + 1 + tiers.has_peers  # a neighbour's copy lies here, too
+
+
+def _of_this_node(tiers: Tiers, size: float, ranks: int) -> float:
+    return size * len(tiers.node_ranks) / ranks
 
 
 def describe(
@@ -62,31 +101,28 @@ def describe(
 ) -> list[str]:
     """What each tier will hold, for a run's start; the optimizer's state is an estimate until the first save."""
     size = model_bytes + optimizer_bytes
-    lines = [
-        f"about {size / GB:,.2f} GB each: model {model_bytes / GB:,.2f} GB, optimizer {optimizer_bytes / GB:,.2f} GB"
-    ]
+    lines = [f"about {in_bytes(size)} each: model {in_bytes(model_bytes)}, optimizer {in_bytes(optimizer_bytes)}"]
     saves = config.every is not None or memory_every is not None
-    if tiers.memory is None:
+    if tiers.off or tiers.memory is None:
         lines.append(tiers.off)
     elif saves:
-        rooms = config.keep_memory + 1 + tiers.has_peers
-        here = size * len(tiers.node_ranks) / ranks
+        rooms, here = _rooms_in_memory(config, tiers), _of_this_node(tiers, size, ranks)
         free = shutil.disk_usage(tiers.memory.root).free + _taken(tiers.memory.root)
         every = f"{_every(memory_every)} and " if memory_every is not None else ""
         lines.append(
-            f"memory: {every}on the way to the disk, {rooms} x {here / GB:,.2f} GB of {free / GB:,.2f} GB in "
+            f"memory: {every}on the way to the disk, {rooms} x {in_bytes(here)} of {in_bytes(free)} in "
             f"{tiers.memory.root.parent}"
         )
     when = _every(config.every) if config.every is not None else "at the end and when stopped"
     root = next(path for path in (tiers.disk.root, *tiers.disk.root.parents) if path.is_dir())
     lines.append(
         f"disk: {when}, keeps {config.keep}{f' and every {config.keep_every}' if config.keep_every else ''}: up to "
-        f"{_rooms(config.keep) * size / GB:,.2f} GB of {shutil.disk_usage(root).free / GB:,.2f} GB free"
+        f"{in_bytes(_rooms(config.keep) * size)} of {in_bytes(shutil.disk_usage(root).free)} free"
     )
     if config.remote is not None and tiers.remote is not None:
         when = f"every {config.remote.every} steps" if config.remote.every is not None else "what goes to the disk"
         keep = config.remote.keep
-        lines.append(f"remote: {when}, keeps {keep}: up to {_rooms(keep) * size / GB:,.2f} GB in {tiers.remote.url}")
+        lines.append(f"remote: {when}, keeps {keep}: up to {in_bytes(_rooms(keep) * size)} in {tiers.remote.url}")
     return lines
 
 

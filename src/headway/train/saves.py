@@ -20,6 +20,7 @@ from headway.train.reporter import Reporter
 
 HEALTHY_STEPS = 32
 """Steps without a spike after which a state counts as sound: the newest such checkpoint stays on the disk."""
+_WITHOUT = "went on without it"
 
 
 class Snapshot(NamedTuple):
@@ -66,40 +67,48 @@ class Saves:
         self._owed -= self.cadence.too_early(step, self._owed, self.session_s)
         if not self._owed:
             return
-        if not self.tiers.off and not self._stage(step, snapshot):
-            return  # the save before is not done
+        blocks = bool(self.tiers.off)
+        if not blocks:
+            try:
+                if not self._stage(step, snapshot):
+                    return  # the save before is not done
+            except CheckpointFailed as failure:
+                blocks = True
+                self._not_staged(step, str(failure))
         if self.tiers.off:
             self.cadence.every["memory"] = None  # it would be due for ever
-            if "disk" in self._owed:
-                self._block(step, snapshot)
+        if blocks and "disk" in self._owed:
+            self._block(step, snapshot)
         # Of a save that failed, too: else the next one is due at the next step.
         self.cadence.decide(step, self._owed, self.session_s())
         self._owed = set()
 
     def _stage(self, step: int, snapshot: Callable[[], Snapshot]) -> bool:
-        """Begins the save beside the training; False while it has to wait. It may find out that there can be none."""
+        """Begins the save beside the training; False while it has to wait. Raises CheckpointFailed where it cannot be
+        made so."""
         started = time.perf_counter()
         state = snapshot()
-        try:
-            begun = self.tiers.save(
-                step,
-                state.tensors,
-                state.meta,
-                state.rank_state,
-                moving=state.moving,
-                disk="disk" in self._owed,
-                remote="remote" in self._owed,
-                keep=self._keep(step),
-            )
-        except CheckpointFailed as failure:
-            if self.tiers.off:
-                self.say(f"checkpoints: {self.tiers.off}")
-            else:
-                self._failed(Event("memory", step, False, str(failure)))
-            return True
+        begun = self.tiers.save(
+            step,
+            state.tensors,
+            state.meta,
+            state.rank_state,
+            moving=state.moving,
+            disk="disk" in self._owed,
+            remote="remote" in self._owed,
+            keep=self._keep(step),
+        )
         if begun:
             self._begun(started)
         return begun
+
+    def _not_staged(self, step: int, why: str) -> None:
+        """There can be none beside the training (`off`), or this one had no room in memory."""
+        if self.tiers.off:
+            self.say(f"checkpoints: {self.tiers.off}")
+            return
+        instead = "the disk's was written while training waited" if "disk" in self._owed else _WITHOUT
+        self._failed(Event("memory", step, False, why), instead)
 
     def _begun(self, started: float) -> None:
         self._blocked_s = time.perf_counter() - started
@@ -141,7 +150,9 @@ class Saves:
         started = time.perf_counter()
         state = snapshot()
         try:
-            events = self.tiers.save_now(step, state.tensors, state.meta, state.rank_state, keep=self._keep(step))
+            events = self.tiers.save_now(
+                step, state.tensors, state.meta, state.rank_state, keep=self._keep(step), direct=True
+            )
         except CheckpointFailed as failure:
             self._failed(Event("disk", step, False, str(failure)))
             return
@@ -172,7 +183,7 @@ class Saves:
             )
         )
 
-    def _failed(self, event: Event) -> None:
+    def _failed(self, event: Event, action: str = _WITHOUT) -> None:
         if event.tier == "prune":
             if event.why not in self._not_removed:  # every save tries again
                 self._not_removed.add(event.why)
@@ -181,7 +192,7 @@ class Saves:
         if event.tier == "saver":
             fault, action = "checkpoint saver died", "a new one took the save over"
         else:
-            fault, action = "checkpoint failed", "went on without it"
+            fault = "checkpoint failed"
             if event.tier == "disk":
                 self._failures += 1
         evidence = event.why if event.tier in ("disk", "saver") else f"{event.tier}: {event.why}"
