@@ -16,7 +16,7 @@ import torch
 from guard_helpers import full, on_ranks, same, snapshot, tiny_model, tiny_optimizer, train
 
 from headway.account.errors import Refused
-from headway.guard import contents, direct, layout, remote, save_job, staging, writing
+from headway.guard import contents, direct, layout, remote, save_job, saver, staging, writing
 from headway.guard.checkpoint import CheckpointFailed, CheckpointStore
 from headway.guard.host_file import HostFile
 from headway.guard.object_store import ObjectStore
@@ -119,23 +119,31 @@ def test_the_optimizer_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.Mo
     tiers.close(over=True)
 
 
-def test_the_last_save_is_on_the_disk_even_when_the_saver_is_stuck(tmp_path: Path) -> None:
-    import os
-    import signal
-
+@pytest.mark.parametrize("stopped", [True, False], ids=["a stopped saver", "one that hangs in the kernel"])
+def test_the_last_save_is_on_the_disk_even_when_the_saver_is_stuck(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """A stopped one is not waited for until the job is overdue (600 s): a SIGTERM leaves seconds."""
     model = tiny_model()
     optimizer = tiny_optimizer(model)
     train(model, optimizer, 1)
     tiers = make(tmp_path)
     assert begin(tiers, model, optimizer, 1, disk=False) and tiers.settle(60)
-    tiers.saver.timeout_s = 0.5
+    if not stopped:
+        tiers.saver.timeout_s = 0.5
+        monkeypatch.setattr(saver, "is_stopped", lambda pid: False)
     assert tiers.saver.pid is not None
     os.kill(tiers.saver.pid, signal.SIGSTOP)
+    if stopped:
+        assert begin(tiers, model, optimizer, 1), "it stood stopped before the last save, too"
     events = tiers.save_now(2, capture(model, [optimizer]), {}, {})
-    assert [(event.tier, event.step, event.ok) for event in events if event.tier == "disk"] == [
-        ("disk", 2, False),
-        ("disk", 2, True),
-    ]
+    told = [(event.tier, event.step, event.ok) for event in events if event.tier in ("disk", "saver")]
+    if stopped:
+        assert told == [("saver", 1, False), ("disk", 1, True), ("disk", 2, True)]
+        (why,) = [event.why for event in events if event.tier == "saver"]
+        assert "it stood stopped, and the training waited for it); tried again" in why
+    else:
+        assert told == [("disk", 2, False), ("disk", 2, True)]
     assert tiers.disk.newest_verified().step == 2  # type: ignore[union-attr]
     tiers.close(over=True)
 

@@ -23,11 +23,16 @@ def end_stopped(run_folder: Path) -> list[str]:
     told = []
     for pid in _ours():
         kind = _kind(pid, run_folder)
-        if kind and _state(pid) in _STOPPED:
+        if kind and is_stopped(pid):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 told.append(f"process {pid}, {kind} of a session before, stood stopped and was ended")
     return told
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still until somebody lets it go on. Linux; elsewhere none does."""
+    return _state(pid) in _STOPPED
 
 
 def _ours() -> list[int]:

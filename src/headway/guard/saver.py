@@ -21,12 +21,13 @@ from pathlib import Path
 import msgspec
 
 import headway
-from headway.guard.orphans import SAVER
+from headway.guard.orphans import SAVER, is_stopped
 from headway.guard.save_job import Job, Outcome, Room
 
 _TRIES = 2
 _TIERS = ("memory", "peer", "disk", "remote")
 _GRACE_S = 2.0
+_LOOK_S = 0.5
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Saver:
         self._idle = threading.Event()
         self._idle.set()
         self._died_idle = ""
+        self._stood: subprocess.Popen[bytes] | None = None  # ended because it stood stopped
 
     @property
     def busy(self) -> bool:
@@ -99,6 +101,26 @@ class Saver:
     def wait(self, timeout_s: float | None = None) -> bool:
         """True when nothing is in work; waits up to `timeout_s` seconds for that."""
         return self._idle.wait(timeout_s)
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """`wait` for somebody who has nothing else to do: a saver that stands stopped is ended, and a new one takes its
+        job over; who is to end within seconds (SIGTERM) cannot wait until the job is overdue."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = _LOOK_S if until is None else min(_LOOK_S, max(0.0, until - time.monotonic()))
+            if self.wait(left):
+                return True
+            if until is not None and time.monotonic() >= until:
+                return False
+            self.end_stopped()
+
+    def end_stopped(self) -> None:
+        """Ends the process where it stands stopped (SIGSTOP, a debugger); its job goes to a new one."""
+        with self._lock:
+            process = self._process
+            if process is not None and self._work is not None and is_stopped(process.pid):
+                self._stood = process
+                process.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
         """Lets a job in work finish (the process ends by itself when its input does), and forgets it."""
@@ -193,7 +215,8 @@ class Saver:
                 return
             self._process = None
             work = self._work
-            cause = _cause(process)
+            stood = " (it stood stopped, and the training waited for it)" if self._stood is process else ""
+            cause = _cause(process) + stood
             if work is None:
                 self._died_idle = cause
                 return

@@ -218,6 +218,7 @@ class Tiers:
             # The events may hold what became of the save before, too.
             while self.saver.busy and not any(event.tier == "disk" and event.step == step for event in events):
                 self.saver.wait(_POLL_S)
+                self.saver.end_stopped()
                 events += self.poll()
             events += self.poll()
             if self._control.broadcast(self.published.get("disk")) == step:
@@ -255,7 +256,7 @@ class Tiers:
     def settle(self, timeout_s: float | None = None) -> bool:
         """Waits until no save is under way on this rank; False when `timeout_s` seconds were not enough."""
         self.fence()
-        return self.saver.wait(timeout_s)
+        return self.saver.settle(timeout_s)
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
