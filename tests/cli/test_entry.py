@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from headway.cli.main import main
+from headway.cli.starting import answer_sigterm, start_is_over
 
 _INTERRUPTED_WHILE_IMPORTING = """
 import os, signal, sys
@@ -37,6 +38,51 @@ def test_ctrl_c_during_the_imports_ends_it_quietly() -> None:
 
 def test_the_plant_shows_a_traceback() -> None:
     assert "KeyboardInterrupt" in _interrupted("from headway.cli.main import main; main()").stderr
+
+
+_STOPPED_WHILE_IMPORTING = """
+import os, signal, sys
+
+class Stop:
+    def find_spec(self, name, path=None, target=None):
+        if name == {at!r}:
+            child = os.fork()  # what a pool's worker inherits must end it as ever, without a word
+            if child:
+                child = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                print("child", child, flush=True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Stop())
+sys.argv = ["headway", {command!r}, "run.yaml"]
+from headway.cli.entry import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "at", "code"), [("train", "headway.cli.main", 75), ("doctor", "headway.cli.main", -signal.SIGTERM)]
+)
+def test_sigterm_during_a_start_is_75(command: str, at: str, code: int) -> None:
+    """A requeue rule on 75 dropped a job that was preempted while it loaded, and had lost nothing."""
+    script = _STOPPED_WHILE_IMPORTING.format(at=at, command=command)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, f"child {-signal.SIGTERM}\n")
+    assert done.stderr.count("during the start: nothing is lost") == (code == 75)
+
+
+def test_the_end_of_a_start_gives_sigterm_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        monkeypatch.setenv("HEADWAY_LAUNCHER", "local")  # its launcher says it for all ranks
+        answer_sigterm(["train", "run.yaml"])
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        monkeypatch.delenv("HEADWAY_LAUNCHER")
+        answer_sigterm(["--debug", "launch", "run.yaml"])
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        start_is_over()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def test_a_name_that_the_locale_cannot_write_is_one_line(

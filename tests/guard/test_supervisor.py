@@ -134,6 +134,17 @@ def test_sigterm_saves_and_is_no_failure(tmp_path: Path) -> None:
     assert again.code == 0 and again.state == twin()
 
 
+def test_sigterm_that_kills_a_rank_at_work_is_not_called_saved(tmp_path: Path) -> None:
+    def fault(place: Place) -> None:
+        if place.step == 6:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(30)
+
+    ended = supervise(tmp_path, fault)
+    assert ended.code == 128 + signal.SIGTERM and "before it could save" in ended.err and len(ended.state) == 4
+
+
 def test_a_place_that_is_left_out_while_the_disk_is_full_costs_steps_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import sys
+
+from headway.cli.starting import answer_sigterm
 
 
 def main() -> None:
@@ -11,6 +14,7 @@ def main() -> None:
     # Python's handler would raise inside whatever is being imported, and print a traceback of that.
     if ours is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    answer_sigterm(sys.argv[1:])
     from headway.cli.main import main as run
 
     signal.signal(signal.SIGINT, ours)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 import time
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from headway.cli.starting import leave, start_is_over
 
 if TYPE_CHECKING:
     from headway.account.events import Observer
@@ -101,12 +104,14 @@ def launch_supervised(
     entry = _entry if _may_fork(config) else None
     if entry is not None and can_fork():
         code = in_child(lambda: _prepared(config))  # the threads that it starts would forbid a fork of the ranks
+        if code == -signal.SIGTERM:
+            leave()
         if code:
-            return code
+            return 128 - code if code < 0 else code
     else:
         _prepare(config)
     folder = RunFolder(config.folder).create()
-    return Supervisor(
+    code = Supervisor(
         start=Start(argv, entry=entry),
         ranks=ranks,
         ledger=Ledger(folder.incidents, listeners=_alerts(config)),
@@ -122,6 +127,8 @@ def launch_supervised(
         sharded=(meeting is None or config.parallel.fits(ranks)) and config.parallel.dims(ranks)[1] > 1,
         meeting=meeting,
     ).run()
+    start_is_over()
+    return code
 
 
 def _places(config: RunConfig, ranks: int) -> list[str]:
@@ -188,6 +195,8 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
     beacon = light_beacon(os.environ, rank_env.rank) if rank_env is not None else None
     run_clock.watch = beacon
     main = rank_env is None or rank_env.rank == 0
+    if rank_env is not None and rank_env.world_size > 1:
+        start_is_over()  # a handler of Python's would wait as long as a collective for ranks that have gone
     try:
         run = build_run(
             config,
@@ -200,6 +209,7 @@ def _train_here(config: RunConfig, rank_env: RankEnv | None, json: bool) -> int:
             beacon=beacon,
             listeners=_alerts(config),
         )
+        start_is_over()  # the run answers by itself now
         reason = run_loop(run)
     except BaseException as error:
         # First of all, or the launcher would name a rank that only fell with this one.

@@ -8,11 +8,12 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from headway.account.errors import UserError
 from headway.guard import failure
+from headway.guard.signals import EXIT_PREEMPTED
 from headway.guard.waiting import BAD_NEWS, CLEAN, EXIT_USER, Ended, Rank, Signals
 
 _TAIL_LINES = 30
@@ -29,8 +30,8 @@ def rankless(n: int, env: Mapping[str, str] | None) -> dict[str, str]:
     return base
 
 
-def verdict(ended: Ended, signals: Signals) -> int:
-    """The launcher's exit code; says on stderr what failed."""
+def verdict(ended: Ended, signals: Signals, begun: Collection[int]) -> int:
+    """The launcher's exit code; says on stderr what failed. `begun`: the ranks that had begun a step."""
     if ended.first is None:
         return ended.code
     failed = [one for one in ended.ranks if one.code not in CLEAN]
@@ -44,6 +45,10 @@ def verdict(ended: Ended, signals: Signals) -> int:
         if said is None or said.message != cause.message:  # else rank 0 has printed it
             say(f"rank {first.rank}: {cause.message}")
         return code
+    if code == -signal.SIGTERM and signal.SIGTERM in signals.received and first.rank not in begun:
+        # No rank can have finished a step without it: there is nothing to save, and nothing is lost.
+        say("stopped by SIGTERM during the start: nothing is lost, the same command goes on")
+        return EXIT_PREEMPTED
     if code < 0 and -code in signals.received:
         say(f"rank {first.rank} was stopped by {signal_name(-code)} before it could save")
         return 128 - code

@@ -11,9 +11,10 @@ from headway.guard.deaths import OF_THE_MACHINE, Death, Judgement
 from headway.guard.hosts import HostList
 from headway.guard.ledger import Ledger
 from headway.guard.report import Report
+from headway.guard.signals import EXIT_PREEMPTED
 from headway.guard.waiting import EXIT_USER
 
-_BY_THE_USER = (EXIT_USER, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_BY_THE_USER = (EXIT_USER, EXIT_PREEMPTED, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 RESTART = "restarted from the newest verified checkpoint"
 
 

@@ -127,7 +127,7 @@ class Supervisor:
         folder: Path,
         signals: Signals,
     ) -> Report:
-        code = self._final(ended, signals)
+        code = self._final(ended, signals, pulses)
         elsewhere = ended.condemned is not None and isinstance(ended.condemned.why, Elsewhere)
         on_purpose = code in (BAD_NEWS, EXIT_USER) and _on_purpose(ended) and not signals.received
         death = examine(ended, pulses, oom) if (code is None or on_purpose) and not elsewhere else None
@@ -144,14 +144,14 @@ class Supervisor:
             exit_code=_exit_code(ended),
             detected_ns=round(ended.detected * 1e9),
             link=self._keep_stack(death, folder) if death is not None else "",
-            why=_why(ended, signals) if code not in (None, *CLEAN) else "",
+            why=_why(ended, signals) if code is not None else "",
             cut=_is_cut(ended, pulses, signals),
         )
 
-    def _final(self, ended: Ended, signals: Signals) -> int | None:
+    def _final(self, ended: Ended, signals: Signals, pulses: Mapping[int, Pulse]) -> int | None:
         """The code of a generation after which none follows; None to judge its death."""
         if ended.first is None or _on_purpose(ended) or signals.received:
-            return launch.verdict(ended, signals)
+            return launch.verdict(ended, signals, {rank for rank, pulse in pulses.items() if pulse.begun})
         return None
 
     def _keep_stack(self, death: Death, folder: Path) -> str:
