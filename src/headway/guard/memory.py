@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
+import hashlib
 import json
 import os
 import shutil
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 SHARED_MEMORY = "HEADWAY_SHARED_MEMORY"
 """Where memory checkpoints go; default /dev/shm."""
@@ -20,16 +23,63 @@ NODE = "HEADWAY_NODE"
 """A name for this node, so that one machine can play several."""
 
 _OWNER = "owner.json"
+_MARK = 8
+"""Hexadecimal digits of a folder's mark in the name of its memory, where it has not the run's own."""
 _ABANDONED_S = 24 * 3600.0
 
 
-def memory_root(run_id: str) -> Path | None:
-    """This node's folder for a run; None where there is no shared memory."""
+class Claim(NamedTuple):
+    """A run folder's place in this node's memory. `why`: what a person should know of the choice, in one line."""
+
+    root: Path
+    why: str = ""
+
+
+def memory_root(run_id: str, run_folder: Path) -> Claim | None:
+    """Where the memory checkpoints of the run in `run_folder` lie on this node, or would; None where there is no shared
+    memory.
+
+    They are the folder's: a copy of it has the same run id, and may have gone another way since. A folder that was
+    moved is known by nobody else being where it was.
+    """
     base = Path(os.environ.get(SHARED_MEMORY, "/dev/shm"))
     if not base.is_dir() or not os.access(base, os.W_OK):
         return None
     node = os.environ.get(NODE)
-    return base / f"headway-{os.getuid()}-{run_id}{f'-{node}' if node else ''}"
+    suffix = f"-{node}" if node else ""
+    first = base / f"headway-{os.getuid()}-{run_id}{suffix}"
+    mark = hashlib.sha256(os.fsencode(run_folder.resolve())).hexdigest()[:_MARK]
+    own = base / f"headway-{os.getuid()}-{run_id}.{mark}{suffix}"
+    others = sorted(base.glob(f"headway-{os.getuid()}-{glob.escape(run_id)}.{'[0-9a-f]' * _MARK}{glob.escape(suffix)}"))
+    there = {root: _owner_of(root) for root in [first, *others] if root.is_dir()}
+    for root, owner in there.items():
+        if owner is not None and _is_same(owner, run_folder):
+            return Claim(root)
+    moved = [root for root, owner in there.items() if owner is not None and not _is_run(owner, run_id)]
+    if moved:
+        return Claim(
+            moved[0], f"memory checkpoints: those of {there[moved[0]]}, which is gone, are taken for this run's"
+        )
+    if there.get(first) is None:
+        return Claim(first)
+    return Claim(own, f"memory checkpoints: those of {there[first]}, which has the same run id, are not this folder's")
+
+
+def _owner_of(root: Path) -> Path | None:
+    """The run folder that a memory folder was last claimed for; None where it does not say."""
+    try:
+        return Path(json.loads((root / _OWNER).read_bytes())["run_folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether two names lead to one folder, mounted in two places perhaps."""
+    if one == other.resolve():
+        return True
+    with contextlib.suppress(OSError):
+        return one.samefile(other)
+    return False
 
 
 class Owner:
@@ -42,9 +92,9 @@ class Owner:
         self._file = (root / _OWNER).open("ab")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except BlockingIOError as problem:
             self._file.close()
-            raise
+            raise BlockingIOError(problem.errno, f"a process that trains {_owner_of(root)} holds {root}") from problem
         run = {"run_folder": str(run_folder.resolve()), "run_id": run_id, "pid": os.getpid()}
         self._file.truncate(0)
         self._file.write(json.dumps(run).encode())

@@ -35,11 +35,13 @@ class Node:
 
 class NodeMemory:
     """Collective at its making, in `newest` and `close`. `store`: None where there is no memory tier, and `off` says
-    why. `copies`: whether each node holds a copy of its neighbour's part."""
+    why. `notes`: what the choice of its folder means, for people. `copies`: whether each node holds a copy of its
+    neighbour's part."""
 
     def __init__(self, control: Control, run_folder: Path, run_id: str, *, copies: bool = True) -> None:
         self._control, self._run_id, self._copies = control, run_id, copies
         self.off = ""
+        self.notes: list[str] = []
         self.store: CheckpointStore | None = None
         self.node = self._find_node()
         self._owner: Owner | None = None
@@ -115,7 +117,11 @@ class NodeMemory:
         return Node(name, ranks, ranks[0] == self._control.rank, firsts)
 
     def _open(self, run_folder: Path) -> None:
-        root = memory_root(self._run_id)
+        # One rank of a node looks: the others would see what it has claimed meanwhile.
+        claims = self._control.gather(memory_root(self._run_id, run_folder) if self.node.main else None)
+        claim = claims[self.node.ranks[0]]
+        root = claim.root if claim is not None else None
+        self.notes = list(dict.fromkeys(one.why for one in claims if one is not None and one.why))
 
         def own() -> None:
             if root is None:

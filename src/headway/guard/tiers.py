@@ -133,6 +133,11 @@ class Tiers:
         return self._here.node.ranks
 
     @property
+    def notes(self) -> list[str]:
+        """What a person should know of whose memory checkpoints these are; the same on all ranks."""
+        return self._here.notes
+
+    @property
     def has_peers(self) -> bool:
         """Whether other nodes' parts are copied to this one's memory."""
         return self._here.has_peers

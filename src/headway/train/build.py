@@ -128,6 +128,8 @@ def _build(
         remote=remote,
         copies=config.checkpoint.copies,
     )
+    for note in tiers.notes:
+        say(note)
     found = resuming.find_checkpoint(config, tiers)
     with run_clock.phase("startup.data"):
         if not is_prepared(os.environ):

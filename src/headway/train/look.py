@@ -24,8 +24,8 @@ def places_of(run_dir: Path) -> tuple[dict[str, list[CheckpointInfo]], list[str]
     """Checkpoints by tier (of this node's memory), oldest first; and what could not be looked at."""
     folder = RunFolder.open(run_dir, for_checkpoints=True)
     run_id = own_run_id(folder)
-    root = memory_root(run_id) if run_id is not None else None
-    memory = infos(root) if root is not None and root.is_dir() else []
+    claim = memory_root(run_id, folder.root) if run_id is not None else None
+    memory = infos(claim.root) if claim is not None and claim.root.is_dir() else []
     found = {"memory": memory, "disk": infos(folder.checkpoints)}
     try:
         place = remote_place(load_run(folder.config, []).config) if folder.config.is_file() else None
