@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from headway.account.events import Incident
 from headway.cli.main import main
 from headway.guard.ledger import Ledger
+from headway.record.incidents import append_incident
+from headway.record.sessions import read_history
 from headway.watch.incidents import groups, is_failure, lemons, read_overview
-from headway.watch.incidents_text import write_post_mortem
-from watch.run_maker import plain_run
+from headway.watch.incidents_text import figures, write_post_mortem
+from watch.run_maker import killed_and_resumed, plain_run
 
 
 def incident(number: int, **changes: Any) -> Incident:
@@ -73,3 +76,25 @@ def test_a_run_without_incidents(tmp_path: Path) -> None:
     found = read_overview(plain_run(tmp_path / "run"))
     assert (found.failures, found.mtbf_s, found.mttr_s, found.by_host) == (0, None, None, ())
     assert "0 incidents" in write_post_mortem(plain_run(tmp_path / "other"), found).read_text()
+
+
+def test_what_killed_sessions_cost_is_told(tmp_path: Path) -> None:
+    """Minutes of restarts were nowhere: a killed run wrote down its lost steps alone."""
+    run = killed_and_resumed(tmp_path)
+    again = read_history(run).sessions[1]
+    told = incident(1, fault="run killed", step=31, time=again.start.time - 9.0, action="restarted from step 20")
+    append_incident(run.incidents, msgspec.structs.replace(told, steps_lost=10, seconds_lost=8.0))
+    found = read_overview(run)
+    compiled = again.steps[0].run_ns["compile"] / 1e9
+    took = 600.0 + 15.0 + compiled  # nobody ran, start-up, the first step's warm-up
+    assert found.failures == 1 and found.mttr_s == pytest.approx(took)
+    assert found.by_cause[0].seconds_lost == pytest.approx(8.0 + took)
+    assert (found.restarts, found.restart_s) == (1, pytest.approx(15.0 + compiled))
+    assert sum(found.rest.values()) == pytest.approx(found.wall_s * (1 - (found.ettr or 0.0)))
+    shown = dict(figures(found))
+    assert shown["the rest"].startswith("compile") and "start-up" in shown["the rest"]
+    assert shown["restarts"].startswith("1 start after the first: ")
+    # Nothing is made up: the second of two lines for one start has it, one that was measured stays.
+    append_incident(run.incidents, msgspec.structs.replace(told, id="id2", time=told.time - 1.0, recover_s=3.0))
+    append_incident(run.incidents, msgspec.structs.replace(told, id="id3", time=told.time - 2.0))
+    assert [one.recover_s for one in read_overview(run).incidents] == [pytest.approx(took), 3.0, None]

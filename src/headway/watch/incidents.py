@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
 
 from headway.account.account import Account
 from headway.account.events import Incident
+from headway.account.tree import RUN
 from headway.record.folder import RunFolder
 from headway.record.sessions import read_history
-from headway.watch.summary import Summary, read_summary
+from headway.watch.summary import SessionFacts, Summary, read_summary
 
 # A host is a lemon when so large a share of the incidents would come to it by chance less often than this.
 LEMON_P = 0.01
@@ -40,7 +41,8 @@ class Overview:
 
     failures: incidents after which the run had to start again (or stopped). mtbf_s: the run's wall clock over their
     number. mttr_s: mean of detection and recovery. ettr: productive share of the wall clock. lost: the run account's
-    rework, downtime and stall, in seconds.
+    rework, downtime and stall, in seconds; rest: all of it that is not productive, the largest first. restarts: the
+    sessions after the first, restart_s their start-up and compilation.
     """
 
     run: str
@@ -55,6 +57,9 @@ class Overview:
     wall_s: float
     lost: dict[str, float]
     bad_lines: int
+    rest: dict[str, float] = field(default_factory=dict)
+    restarts: int = 0
+    restart_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         plain = asdict(self)
@@ -69,7 +74,7 @@ def read_overview(run: RunFolder) -> Overview:
 
 
 def overview(summary: Summary) -> Overview:
-    incidents = summary.incidents
+    incidents = tuple(_with_restarts(summary.incidents, summary.sessions))
     failures = [item for item in incidents if is_failure(item)]
     repairs = [(item.detect_s or 0.0) + item.recover_s for item in failures if item.recover_s is not None]
     account = summary.run_account
@@ -87,7 +92,30 @@ def overview(summary: Summary) -> Overview:
         wall_s=wall,
         lost=_lost(account),
         bad_lines=len(summary.bad_lines.get("incidents.jsonl", ())),
+        rest=_rest(account),
+        restarts=max(0, len(summary.sessions) - 1),
+        restart_s=_restart_s(account, summary.sessions),
     )
+
+
+def _restart_s(account: Account | None, sessions: Sequence[SessionFacts]) -> float:
+    """A supervisor's restarts count their start-up as downtime."""
+    supervised = account.total("downtime.restart") if account is not None else 0
+    return (supervised + sum(session.begin_ns for session in sessions[1:])) / 1e9
+
+
+def _with_restarts(incidents: Iterable[Incident], sessions: Sequence[SessionFacts]) -> Iterator[Incident]:
+    """With what the restart took, where nobody was left to measure it: a start that finds the session before killed
+    writes that down before it has made a step, and knows only the steps that were lost."""
+    left = list(incidents)
+    for item in left:
+        after = next((session for session in sessions[1:] if session.started >= item.time), None)
+        last = after is not None and not any(item.time < other.time <= after.started for other in left)
+        if after is None or not last or item.recover_s is not None or not item.action.startswith("restarted"):
+            yield item
+            continue
+        took = after.gap_s + after.begin_ns / 1e9
+        yield msgspec.structs.replace(item, recover_s=took, seconds_lost=item.seconds_lost + took)
 
 
 def is_failure(incident: Incident) -> bool:
@@ -146,3 +174,10 @@ def _lost(account: Account | None) -> dict[str, float]:
         return {}
     paths = ("rework", "downtime.detect", "downtime.restart", "downtime.reload", "checkpoint_stall")
     return {path: account.total(path) / 1e9 for path in paths if account.total(path)}
+
+
+def _rest(account: Account | None) -> dict[str, float]:
+    if account is None:
+        return {}
+    found = {path: account.total(path) / 1e9 for path in RUN.tops() if path != "productive"}
+    return dict(sorted(((path, took) for path, took in found.items() if took), key=lambda one: -one[1]))

@@ -35,13 +35,23 @@ def figures(found: Overview) -> Iterator[tuple[str, str]]:
         yield "MTBF", f"{fmt.seconds(found.mtbf_s)} of wall clock between failures"
     if found.mttr_s is not None:
         yield "MTTR", f"{fmt.seconds(found.mttr_s)} from the fault to the first new step"
-    yield "ETTR (goodput)", fmt.percent(found.ettr)
+    yield "ETTR (goodput)", f"{fmt.percent(found.ettr)} of {fmt.seconds(found.wall_s)} of wall clock"
+    if found.rest:
+        yield "the rest", ", ".join(_share(path, took, found.wall_s) for path, took in found.rest.items())
+    if found.restarts:
+        took = f"{fmt.seconds(found.restart_s)} of start-up and compilation"
+        yield "restarts", f"{fmt.plural(found.restarts, 'start')} after the first: {took}"
     if found.lost:
         yield "lost", ", ".join(f"{path} {fmt.seconds(seconds)}" for path, seconds in found.lost.items())
     for host in found.lemons:
         yield "lemon host", f"{host} fails far more often than the others; take it out and run `headway doctor --node`"
     if found.bad_lines:
         yield "damaged", f"{fmt.plural(found.bad_lines, 'line')} of incidents.jsonl cannot be read"
+
+
+def _share(path: str, took: float, wall_s: float) -> str:
+    name = {"startup": "start-up"}.get(path, path.replace("_", " "))
+    return f"{name} {fmt.percent(took / wall_s)} ({fmt.seconds(took)})"
 
 
 def _table(name: str, groups: tuple[Group, ...]) -> Table:

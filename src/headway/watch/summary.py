@@ -69,7 +69,8 @@ class Counts:
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """One session. wall_ns is its run account's whole; gap_s the time nobody ran before it."""
+    """One session. wall_ns is its run account's whole; gap_s the time nobody ran before it; begin_ns what it took from
+    there to its first step (start-up and compilation)."""
 
     session: int
     started: float
@@ -84,6 +85,7 @@ class SessionFacts:
     kept: Counts
     lost: Counts
     account_cost_ns: int | None
+    begin_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,8 @@ def _sessions(history: History, kept: list[StepLine], lost: list[StepLine]) -> t
     for session in history.sessions:
         start, end = session.start, session.end
         # The start line is written when the session is ready to train; its own start-up is not idle time.
-        startup_s = sum(ns for path, ns in run_ns_of(session).items() if path.startswith("startup.")) / 1e9
+        run_ns = run_ns_of(session)
+        startup_s = sum(ns for path, ns in run_ns.items() if path.startswith("startup.")) / 1e9
         facts.append(
             SessionFacts(
                 session=start.session,
@@ -277,10 +280,11 @@ def _sessions(history: History, kept: list[StepLine], lost: list[StepLine]) -> t
                 peak_flops=start.peak_flops,
                 peak_source=start.peak_source,
                 reason=end.reason if end else RUNNING if session is history.sessions[-1] else "killed",
-                wall_ns=sum(run_ns_of(session).values()),
+                wall_ns=sum(run_ns.values()),
                 kept=Counts.of(line for line in kept if line.session == start.session),
                 lost=Counts.of(line for line in lost if line.session == start.session),
                 account_cost_ns=end.account_cost_ns if end else None,
+                begin_ns=round(startup_s * 1e9) + run_ns.get("compile", 0),
             )
         )
         heard = end.time if end else session.steps[-1].time if session.steps else start.time
