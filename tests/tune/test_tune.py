@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +28,7 @@ from headway.tune.precision import LayerError, measure_layers, precision_lines, 
 from headway.tune.profile import Profile, decided, profile
 from headway.tune.registry import DATA, larger_micro_batch, pack, ranked
 from headway.tune.rounds import PROVED, Round, beside, changed, table, tune
-from headway.tune.write import tuned_path, tuned_text
+from headway.tune.write import Setting, as_overrides, given, tuned_path, tuned_text, why_not_the_same
 
 
 @pytest.fixture(scope="module")
@@ -226,13 +227,56 @@ def test_the_written_file_is_the_users_text_with_comments(tmp_path: Path) -> Non
         ("train.global_batch_sequences", 3, "packs"),
         ("log.every", 2, "a section that was not there"),
     ]
-    text = tuned_text(TEXT, changes)
+    text = tuned_text(TEXT, [Setting(key, value, f"tuned: {comment}") for key, value, comment in changes])
     (tmp_path / "run.yaml").write_text(text)
     config = load_run(tmp_path / "run.yaml").config
     assert (config.data.pack, config.data.seq_len, config.model.recompute) == ("best_fit", 256, "auto")
     assert (config.train.global_batch_sequences, config.log.every, config.train.steps) == (3, 2, 100)
     assert text.startswith("# mine\n") and "sources: [a.jsonl]  # these" in text
     assert all(f"# tuned: {comment}" in text for _, _, comment in changes)
+
+
+ROWS = "{sources: [a.jsonl], seq_len: 128, rows: 4}"
+COMMON = f"model: {{path: ./m}}\ndata: {ROWS}\noptim: {{lr: 1e-5}}\n"
+SHAPES = {
+    "README": COMMON + "train:\n  epochs: 3\n  # mine\n  global_batch_tokens: 2048  # why\n  precision: float32\n",
+    "last key, no newline": COMMON + "train:\n  epochs: 3\n  global_batch_tokens: 2048",
+    "flow section": COMMON + "train: {epochs: 3, global_batch_tokens: 2048}\n",
+    "flow section, first": COMMON + "train: {global_batch_tokens: 2048, epochs: 3}\n",
+    "a file in braces": f"{{model: {{path: ./m}}, data: {ROWS}, optim: {{lr: 1e-5}}, train: {{epochs: 3}}, log: }}",
+    "JSON": """{"model": {"path": "./m"}, "data": {"sources": ["a.jsonl"], "seq_len": 128, "rows": 4},
+ "train": {"epochs": 3, "global_batch_tokens": 2048}, "optim": {"lr": 1e-5}}""",
+    "ends in ...": COMMON + "...\n",
+    "no train, indented": "".join(f"  {line}\n" for line in COMMON.splitlines()),
+    "an empty train": COMMON + "train:  # nothing\n\nlog: ~",
+    "marked": "\ufeff" + COMMON + "train: {epochs: 3}",
+    "lists": "model: {path: ./m}\ndata:\n  sources:\n    - a.jsonl\n  # of data\n  seq_len: 128\n  rows: 4\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_written_file_is_what_was_proved_however_the_run_file_is_written(tmp_path: Path, shape: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(SHAPES[shape], encoding="utf-8")
+    overrides = ["preset=naive", "data.rows=2", "data.sources=[b.jsonl]", "optim.lr=2e-5", "log.every=3"]
+    overrides += ["train.steps=7", "name='001'"]
+    change = {"data.pack": "best_fit", "data.slots": 512, "train.global_batch_sequences": 3, "model.recompute": "auto"}
+    proved = changed(load_run(path, overrides).config, change)
+    settings = [*given(overrides, Path.cwd()), *(Setting(key, value, "won\nmuch") for key, value in change.items())]
+    text = "# head\n" + tuned_text(path.read_text(encoding="utf-8"), settings)
+    assert why_not_the_same(text, proved, path) == "", text
+    assert text.count("# from the command line") == len(overrides)
+    assert load_run(path, as_overrides(settings)).config == proved
+    assert ("global_batch_tokens: 2048" in text.replace('"', "")) == ("2048" in SHAPES[shape]), "nothing is lost"
+    assert all(f"# {words}" in text for words in ("mine", "of data", "nothing") if f"# {words}" in SHAPES[shape])
+
+
+def test_overrides_for_the_command_line_keep_one_of_those_that_exclude_each_other() -> None:
+    settings = given(["train.global_batch_tokens=4096", "data.rows=2"], Path.cwd())
+    assert as_overrides([*settings, Setting("train.global_batch_sequences", 3, ""), Setting("data.rows", 4, "")]) == [
+        "train.global_batch_sequences=3",
+        "data.rows=4",
+    ]
 
 
 def test_a_profile_of_the_real_thing_and_its_proof(
@@ -292,18 +336,56 @@ def test_what_cannot_end_well_is_refused_before_the_work(
     assert code == 2 and "run.tuned.yaml is a folder" in said and "Traceback" not in said
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """No training in the command: the machine by formula, and every proof holds. Overrides for it."""
+    monkeypatch.setattr("headway.tune.profile.profile", lambda config, *_, **__: pretended(config))
+    verdict = SimpleNamespace(verdict=SimpleNamespace(same=True))
+    monkeypatch.setattr("headway.prove.verify.verify", lambda *_, **__: verdict)
+    return ["preset=naive", "data.rows=4", "train.global_batch_sequences=16"]
+
+
+def test_the_command_writes_a_file_that_stands_alone(
+    run_file: Path, quick: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = command(capsys, run_file, *quick)
+    written = tuned_path(run_file)
+    assert code == 0 and f"written: {written}" in out
+    config = load_run(written).config
+    assert (config.preset, config.data.rows, config.data.pack) == ("naive", 4, "best_fit")
+    written.unlink()
+
+
+@pytest.mark.parametrize("json", [False, True])
+def test_a_file_that_would_be_another_training_is_not_written_but_told(
+    run_file: Path,
+    quick: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    json: bool,
+) -> None:
+    monkeypatch.setattr("headway.tune.write._alternatives", lambda setting: [])  # the planted fault: both stay
+    text = run_file.read_text()
+    other = run_file.with_name("both.yaml")
+    other.write_text(text.replace("train:", "train:\n  global_batch_tokens: 2048"))
+    code, out, said = command(capsys, other, *quick[:2], *(["--json"] if json else []))
+    assert code == 3 and "is not written" in said and "at most one of" in said and not tuned_path(other).exists()
+    overrides = yaml.safe_load(out)["overrides"] if json else shlex.split(out.splitlines()[-1].split(other.name)[1])
+    assert load_run(other, overrides).config.data.pack == "best_fit" and "preset=naive" in overrides
+
+
 @pytest.mark.parametrize("json", [False, True])
 def test_a_full_disk_at_the_end_takes_nothing_of_what_was_measured(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], json: bool
+    run_file: Path,
+    quick: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    json: bool,
 ) -> None:
     def full(path: Path, content: str) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("headway.record.files.write_atomic", full)
-    monkeypatch.setattr("headway.tune.profile.profile", lambda config, *_, **__: pretended(config))
-    verdict = SimpleNamespace(verdict=SimpleNamespace(same=True))
-    monkeypatch.setattr("headway.prove.verify.verify", lambda *_, **__: verdict)
-    overrides = ["preset=naive", "data.rows=4", "train.global_batch_sequences=16"]
-    code, out, said = command(capsys, run_file, *overrides, *(["--json"] if json else []))
+    code, out, said = command(capsys, run_file, *quick, *(["--json"] if json else []))
     assert code == 1 and "No space left on device" in said and PROVED in out and "larger-micro-batch" in out
     assert not json or yaml.safe_load(out)["written"] is None

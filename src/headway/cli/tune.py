@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from headway.cli.output import print_json
 
 if TYPE_CHECKING:
     from headway.config.run import RunConfig
+    from headway.tune.write import Setting
 
 
 def tune(
@@ -72,7 +74,7 @@ def _tune(
     from headway.tune.profile import Profile, profile
     from headway.tune.rounds import Round, beside, table
     from headway.tune.rounds import tune as run_tune
-    from headway.tune.write import tuned_path
+    from headway.tune.write import as_overrides, given, tuned_path
 
     other = None
     if against is not None:  # before the minutes of work: the name may be wrong
@@ -101,33 +103,50 @@ def _tune(
         print("\n".join(table(found)), flush=True)
     record = _record(found)
     shares: list[float] = []
+    settings = [*given(overrides, Path.cwd()), *_kept(found)]
+    text, problem = _text(run_file, settings, found)
     try:
         written = tuned_path(run_file)
-        write_atomic(written, _text(run_file, overrides, found))
-        record["written"] = str(written)
-        if not json:
-            print(f"written: {written}", flush=True)
+        if problem:
+            record["overrides"] = as_overrides(settings)
+            _say(f"headway: {written} is not written: it would not be what was proved: {problem}")
+            if not json:
+                print(f"what was proved: headway train {shlex.join([str(run_file), *record['overrides']])}", flush=True)
+        else:
+            write_atomic(written, text)
+            record["written"] = str(written)
+            if not json:
+                print(f"written: {written}", flush=True)
         shares = [] if other is None else beside(found, other, measure)
     finally:  # the measurements are told, whatever the disk or the preset does
         if json:
             print_json({**record, "over_preset": {against: shares} if shares else {}})
     if shares and not json:
         print(f"of preset {against} in packs of the same size, in turn: {', '.join(f'{x:.1%}' for x in shares)}")
-    return 0
+    return 3 if problem else 0
 
 
-def _text(run_file: Path, overrides: list[str], found: Any) -> str:
-    from headway.tune.write import tuned_text
+def _kept(found: Any) -> list[Setting]:
+    from headway.tune.write import Setting
 
-    changes: list[tuple[str, Any, str]] = []
-    text = run_file.read_text(encoding="utf-8")
+    settings = []
     for each in found.kept:
-        note = f"{each.remedy.name}, {each.measured:+.1%} tokens/s; {each.remedy.evidence[0]}"
-        changes += [(key, value, note) for key, value in each.remedy.change.items()]
+        note = f"tuned: {each.remedy.name}, {each.measured:+.1%} tokens/s; {each.remedy.evidence[0]}"
+        settings += [Setting(key, value, note) for key, value in each.remedy.change.items()]
+    return settings
+
+
+def _text(run_file: Path, settings: list[Setting], found: Any) -> tuple[str, str]:
+    """RUN.tuned.yaml, and why it is not what was proved (empty: it is)."""
+    from headway.account.errors import UserError
+    from headway.tune.write import tuned_text, why_not_the_same
+
     head = f"# Tuned from {run_file.name} by `headway tune`: {found.speedup:.2f} x effective tokens/s.\n"
-    if overrides:
-        head += f"# Tuned under these overrides, which are not in this file: {' '.join(overrides)}\n"
-    return head + tuned_text(text, changes)
+    try:
+        text = head + tuned_text(run_file.read_text(encoding="utf-8"), settings)
+    except UserError as error:
+        return "", str(error)
+    return text, why_not_the_same(text, found.config, run_file)
 
 
 def _record(found: Any) -> dict[str, Any]:
