@@ -184,6 +184,17 @@ def test_a_full_disk_under_the_run_folder_ends_no_run_and_loses_no_line(
     assert f"{folder.metrics}: written again" in done.err and "lost" not in done.err
 
 
+def test_a_start_beside_a_full_disk_is_refused(path: Path, small_disk: Path) -> None:
+    """One went on from memory, trained 29 steps, and left no line of them."""
+    with contextlib.suppress(OSError), (small_disk / "filler").open("ab", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    refused = run(path, f"out={small_disk}", expect=2)
+    assert f"{small_disk}/tiny: No space left on device: not one line of the run could be written" in refused.err
+    folder = RunFolder(small_disk / "tiny")
+    assert not folder.metrics.exists() and not list(folder.root.glob(".room*"))
+
+
 def test_held_out_data_beyond_the_vocabulary_is_refused_before_the_first_step(path: Path) -> None:
     run(path, "train.steps=1", "name=sources")
     (shards,) = {manifest.parent for manifest in (path.parent / "runs" / "shards").rglob("manifest.json")}

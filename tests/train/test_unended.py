@@ -8,14 +8,15 @@ from types import SimpleNamespace as Any
 
 import pytest
 
-from headway.account.events import Incident, SessionStart
+from headway.account.events import CheckpointLine, Incident, SessionStart
 from headway.account.run_clock import RunClock
 from headway.config.load import load_run
+from headway.guard.control import Control
 from headway.record.folder import RunFolder
 from headway.record.jsonl import JsonlWriter
 from headway.record.sessions import History
 from headway.train.build import build_run
-from headway.train.unended import unended
+from headway.train.unended import tell_of_checkpoints_gone, tell_of_the_session_before, unended
 from tiny import run_file
 
 
@@ -43,6 +44,28 @@ def test_a_session_that_failed_counts_where_a_launcher_that_writes_nothing_down_
     assert unended(history(9, end=Any(reason="failed")), 3, [], failed_too=True) == (9, 6, 12.0)
     assert unended(history(9, end=Any(reason="failed")), 3, [109.5], failed_too=True) is None, "it has said why"
     assert unended(history(9, end=Any(reason="done")), 3, [], failed_too=True) is None
+
+
+def test_lost_lines_and_lost_checkpoints_are_told_of(tmp_path: Path) -> None:
+    """It trained 16 → 40 beside a full disk; then somebody deleted every checkpoint."""
+    folder, told = RunFolder(tmp_path).create(), list[tuple[object, ...]]()
+    reporter = Any(incident=lambda *what, **more: told.append(what))
+    start = SessionStart(session=0, time=9.0, resumed_from=16, world_size=1, steps=60, device="cpu")
+    writer = JsonlWriter(folder.metrics)
+    writer.append(start)
+    tell_of_the_session_before(folder, 40, reporter, Control(None), anew=False)  # type: ignore[arg-type]
+    assert "behind step 16; nothing is written of steps 17 to 40, which it made" in str(told[-1][2])
+    tell_of_the_session_before(folder, 16, reporter, Control(None), anew=False)  # type: ignore[arg-type]
+    assert str(told[-1][2]).endswith("behind step 16")
+    assert tell_of_checkpoints_gone(folder, reporter, Control(None)) == "", "it has made none"  # type: ignore[arg-type]
+    for step in (8, 16):
+        writer.append(
+            CheckpointLine(session=0, step=step, time=9.0 + step, path="x", bytes=1, seconds=1.0, tier="disk")
+        )
+    writer.close()
+    said = tell_of_checkpoints_gone(folder, reporter, Control(None))  # type: ignore[arg-type]
+    assert "every checkpoint of this run is gone: it has told of 2, the newest of step 16" in said
+    assert told[-1][0] == "checkpoint rejected" and told[-1][3] == "began anew from step 0" and len(told) == 3
 
 
 def test_listeners_hear_what_a_start_says_of_the_session_before(

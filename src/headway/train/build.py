@@ -54,7 +54,7 @@ from headway.train.memory import Fit
 from headway.train.model import BuiltModel, check_model_section
 from headway.train.place import Place, find_place, peak_of
 from headway.train.places import describe as describe_places
-from headway.train.places import no_room, too_small
+from headway.train.places import no_room, refuse_a_full_disk, too_small
 from headway.train.reporter import Reporter
 from headway.train.rollback import Went, go_back
 from headway.train.run import Run
@@ -63,7 +63,7 @@ from headway.train.schedule import Schedule
 from headway.train.spikes import Spikes
 from headway.train.step import Learner
 from headway.train.supply import Supply
-from headway.train.unended import end_what_is_left, tell_of_the_session_before
+from headway.train.unended import end_what_is_left, tell_of_checkpoints_gone, tell_of_the_session_before
 
 _LOCK_PATIENCE_S = 60.0
 
@@ -116,6 +116,8 @@ def _build(
     # After a restart the dead rank's machine may not have let go yet.
     patience = _LOCK_PATIENCE_S if restart_of(os.environ) else 0.0
     control().on_main(lambda: lock.acquire(patience), UserError, (UserError, OSError))
+    if not restart_of(os.environ):  # one that was trained beside a full disk goes on beside it
+        control().on_main(lambda: refuse_a_full_disk(folder), UserError, (UserError, OSError))
     remote = remote_place(config)
     store = CheckpointStore(folder.checkpoints, resuming.run_id(folder, remote))
     control().on_main(store.sweep, UserError, (OSError,))
@@ -173,6 +175,8 @@ def _build(
     )
     if not supervised_restart(os.environ):  # else the supervisor knows what it died of
         tell_of_the_session_before(folder, state.step, reporter, control(), anew=restart_of(os.environ) > 0)
+    if found is None and (gone := tell_of_checkpoints_gone(folder, reporter, control())):
+        say(gone)
     if rank_env is None or rank_env.local_rank == 0:
         end_what_is_left(folder, reporter)
     if beacon is not None and reporter.compiled:

@@ -13,10 +13,12 @@ from headway.guard.checkpoint import CheckpointStore
 from headway.guard.memory import SHARED_MEMORY
 from headway.guard.tiers import Tiers
 from headway.parallel.memory import free_on_host
+from headway.record.files import DISK_FULL
 from headway.record.folder import RunFolder
 from headway.train.look import own_run_id
 
 _MOST_OF_FREE = 0.5
+_A_BLOCK = 4096
 
 
 def own_store(run_dir: Path) -> CheckpointStore:
@@ -26,6 +28,26 @@ def own_store(run_dir: Path) -> CheckpointStore:
     if run_id is None:
         raise UserError(f"{run_dir}: it has no run_id.json, so it cannot be told which checkpoints are this run's")
     return CheckpointStore(folder.checkpoints, run_id)
+
+
+def refuse_a_full_disk(folder: RunFolder) -> None:
+    """For a start: raises UserError where the run folder's disk takes nothing at all, OSError where it fails otherwise.
+    A run that begins so would leave no line of what it did."""
+    probe = folder.root / f".room-{os.getpid()}"
+    try:
+        with probe.open("wb", buffering=0) as file:
+            file.write(bytes(_A_BLOCK))
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            raise UserError(
+                f"{folder.root}: {error.strerror}: not one line of the run could be written; free some room there and "
+                "start again, nothing is lost by waiting"
+            ) from error
+        raise
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
 
 
 def no_room(config: CheckpointConfig, tiers: Tiers, size: float, to_come: float, ranks: int) -> str:

@@ -30,14 +30,33 @@ def tell_of_the_session_before(folder: RunFolder, step: int, reporter: Reporter,
             failed = history.sessions[-1].end is not None
             how = "failed" if failed else "has no end"
             who = "launcher and ranks, or their machine, died" if not anew else "its launcher started all ranks again"
+            hole = f"; nothing is written of steps {last + 1} to {step}, which it made" if step > last else ""
             reporter.incident(
                 FAILED if failed else KILLED,
                 last + 1,
-                f"the session before {how}: {who} behind step {last}",
+                f"the session before {how}: {who} behind step {last}{hole}",
                 f"restarted from step {step}",
                 seconds,
                 steps_lost=lost,
             )
+
+
+def tell_of_checkpoints_gone(folder: RunFolder, reporter: Reporter, control: Control) -> str:
+    """For a start that found no checkpoint: adds an incident where the run has made some, and returns what to say;
+    empty for a run that has not. Call it on all ranks."""
+    if not control.is_main:
+        return ""
+    made = read_history(folder).checkpoints
+    if not made:
+        return ""
+    newest = max(made, key=lambda line: line.time)
+    evidence = (
+        f"every checkpoint of this run is gone: it has told of {len(made)}, the newest of step {newest.step}, and none "
+        f"is in {folder.checkpoints}, in memory or in a store"
+    )
+    action = "began anew from step 0"
+    reporter.incident("checkpoint rejected", newest.step, evidence, action)
+    return f"checkpoints: {evidence}; {action}"
 
 
 def is_an_end(incident: Incident) -> bool:
