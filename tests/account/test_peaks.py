@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from headway.account import peaks as peaks_module
 from headway.account.errors import UserError
 from headway.account.measured_peaks import MeasuredPeak, MeasuredPeaks, cpu_name, peaks_path, save_measured
 from headway.account.peaks import DTYPES, device_row, normalise, resolve_peak
+from headway.train.place import peak_of
 
 
 @pytest.mark.parametrize(
@@ -191,6 +193,32 @@ def test_damaged_file_is_named(tmp_path: Path, content: str) -> None:
     with pytest.raises(UserError):
         save_measured(entry(), path)
     assert path.read_text() == content
+
+
+@pytest.mark.parametrize("damage", ["home is a file", "torn", "not text", "a folder"])
+def test_training_goes_on_without_a_file_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setenv("HEADWAY_HOME", str(home))
+    if damage == "home is a file":
+        home.write_text("")
+    elif damage == "a folder":
+        peaks_path().mkdir(parents=True)
+    else:
+        home.mkdir()
+        peaks_path().write_bytes(b'{"version": 1, "pea' if damage == "torn" else b"\xff\xfe")
+    with pytest.raises(UserError, match=r"peaks\.json"):
+        MeasuredPeaks.load()
+    known, problem = MeasuredPeaks.usable()
+    assert known.entries() == [] and "peaks.json" in problem
+    said: list[str] = []
+    for name, flops in (("NVIDIA H200", 989e12), ("cpu: X", None)):
+        device = SimpleNamespace(name=name, threads=None)
+        place = SimpleNamespace(device=device, dtype_name="bf16")
+        config = SimpleNamespace(hardware=SimpleNamespace(peak_flops=None))
+        assert peak_of(config, place, said.append).flops == flops  # type: ignore[arg-type]
+    assert "going on without it: peak 1 x 989 TFLOP/s" in said[0] and "peak unknown, so no MFU" in said[1]
 
 
 def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

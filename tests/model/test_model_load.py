@@ -154,7 +154,8 @@ def test_auto_is_headway_where_the_model_can_run_it(family, expected):
     [
         ("bloom", "headway", "BloomForCausalLM computes its attention itself"),
         ("llama4", "headway", "Llama4ForCausalLM attends in chunks"),
-        ("gpt_oss", "sdpa", "GptOssForCausalLM does not support"),
+        ("gpt_oss", "sdpa", "GptOssForCausalLM does not support.*; set model.attention=eager or auto"),
+        ("gemma2", "sdpa", "Gemma2ForCausalLM does not support.*; set model.attention=eager or auto"),
     ],
 )
 def test_an_attention_that_the_model_cannot_run_is_an_error(family, attention, reason):

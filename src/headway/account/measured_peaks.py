@@ -45,22 +45,32 @@ class MeasuredPeaks:
 
     @classmethod
     def load(cls, path: Path | None = None) -> MeasuredPeaks:
-        """Read the file; a missing one is empty. Raises UserError when it is damaged or of a later version."""
+        """Read the file; a missing one is empty. Raises UserError for one that is unreadable, damaged or of a later version."""
         path = path or peaks_path()
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_bytes()
         except FileNotFoundError:
             return cls([])
+        except OSError as error:
+            raise UserError(f"{path}: the file of measured peaks cannot be read: {error.strerror}") from error
         try:
             content = json.loads(text)
             version, items = content["version"], content["peaks"]
             entries = [MeasuredPeak(**{**item, "shape": tuple(item["shape"])}) for item in items]
             damaged = any(not entry.flops > 0 for entry in entries)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{path}: not a file of measured peaks ({error}); delete it and measure again") from error
         if version != VERSION or damaged:
             raise UserError(f"{path}: version {version!r} or its content is not known; delete it and measure again")
         return cls(entries)
+
+    @classmethod
+    def usable(cls) -> tuple[MeasuredPeaks, str]:
+        """The machine's file for those who can do without: what cannot be used is empty, and the second says why."""
+        try:
+            return cls.load(), ""
+        except UserError as error:
+            return cls([]), str(error)
 
     def get(self, device: str, dtype: str, threads: int | None = None) -> MeasuredPeak | None:
         return self._entries.get((device, dtype, threads))

@@ -51,7 +51,10 @@ def _peak() -> Any:
 
     device = choose_device("auto")
     dtype = "bf16" if device.type == "cuda" else "fp32"
-    peak = resolve_peak(device.name, dtype, threads=device.threads or None, measured=MeasuredPeaks.load())
+    measured, problem = MeasuredPeaks.usable()
+    peak = resolve_peak(device.name, dtype, threads=device.threads or None, measured=measured)
+    if problem:
+        return Finding("peak", "note", f"{problem}; {peak.line()}")
     return Finding("peak", "good" if peak.flops else "note", peak.line())
 
 

@@ -60,9 +60,10 @@ def read_model(path: Path) -> ModelShape:
 
 def _known_device(name: str) -> None:
     """A name given for its peak must have one, for some dtype."""
-    measured = MeasuredPeaks.load()
+    measured, problem = MeasuredPeaks.usable()
     if device_row(name) is None and not any(measured.of_device(name, dtype) for dtype in DTYPES):
-        raise UserError(f"--device {name!r}: {resolve_peak(name, 'bf16', measured=measured).source}")
+        why = resolve_peak(name, "bf16", measured=measured).source
+        raise UserError(f"--device {name!r}: {why}" + (f"; {problem}" if problem else ""))
 
 
 def _with_efficiency(rank: RankFacts, said: Said, shape: ModelShape | None) -> RankFacts:
@@ -91,7 +92,8 @@ def _efficiency(
     tokens = said.tokens
     filled = tokens / slots if tokens is not None and slots else 1.0
     dtype = product_dtype(View(rank, device))
-    peak = resolve_peak(said.device or device.name or "unknown", dtype, measured=MeasuredPeaks.load())
+    measured, problem = MeasuredPeaks.usable()
+    peak = resolve_peak(said.device or device.name or "unknown", dtype, measured=measured)
     counted = count(rank, device)
     if shape is not None:
         flops, says = _of_model(shape, tokens or slots or 0, slots, said.sequence, device)
@@ -100,7 +102,7 @@ def _efficiency(
     unknown = Efficiency(
         mfu=None, hfu=None, flops=None, coverage=counted.coverage, tokens=tokens, slots=slots,
         padding=None if tokens is None or not slots else 1 - filled, padding_is_hint=False,
-        peak_text=peak.line(), convention=says, peak_flops=peak.flops,
+        peak_text=peak.line() + (f"; {problem}" if problem else ""), convention=says, peak_flops=peak.flops,
     )  # fmt: skip
     if shape is None and counted.coverage < COVERED:
         why = f"shapes cover {counted.coverage:.0%} of compute, {COVERED:.0%} are needed"

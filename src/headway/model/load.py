@@ -115,7 +115,8 @@ def set_attention(model: PreTrainedModel, attention: Attention) -> str:
     try:
         model.set_attn_implementation(chosen)
     except (ValueError, ImportError) as error:
-        raise UserError(f"model.attention {chosen}: {_in_short(error)}") from error
+        others = "auto" if chosen == "eager" else "eager or auto"
+        raise UserError(f"model.attention {chosen}: {_in_short(error)}; set model.attention={others}") from error
     if model.config._attn_implementation != chosen:
         raise UserError(f"model.attention {chosen}: {type(model).__name__} cannot change its attention; use auto")
     return chosen

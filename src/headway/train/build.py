@@ -155,7 +155,7 @@ def _build(
     if stream.options.trim:
         say("data: packs end with their last document: empty slots are not computed")
     evaluator = _evaluator(config, view, place, made, say)
-    peak = peak_of(config, place)
+    peak = peak_of(config, place, say)
     session = resuming.next_session(folder)
     clock = StepClock(place.device.type)
     clock.watch = beacon

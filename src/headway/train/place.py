@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -52,12 +53,16 @@ def find_place(config: RunConfig, rank_env: RankEnv | None) -> Place:
     return Place(device, Layout(replicate, shard), rank, dtype, here)
 
 
-def peak_of(config: RunConfig, place: Place) -> Peak:
-    """The peak that MFU is measured against."""
-    return resolve_peak(
+def peak_of(config: RunConfig, place: Place, say: Callable[[str], None]) -> Peak:
+    """The peak that MFU is measured against. Measured peaks that cannot be read are said, and end no training."""
+    measured, problem = MeasuredPeaks.usable()
+    peak = resolve_peak(
         place.device.name,
         place.dtype_name,
         override=config.hardware.peak_flops,
         threads=place.device.threads or None,
-        measured=MeasuredPeaks.load(),
+        measured=measured,
     )
+    if problem:
+        say(f"warning: {problem}; going on without it: {peak.line()}")
+    return peak
