@@ -45,7 +45,7 @@ class MeasuredPeaks:
 
     @classmethod
     def load(cls, path: Path | None = None) -> MeasuredPeaks:
-        """Read the file; a missing one is empty. Raises UserError for one that is unreadable, damaged or of a later version."""
+        """Read the file; a missing one is empty. UserError: it is unreadable, damaged or of a later version."""
         path = path or peaks_path()
         try:
             text = path.read_bytes()
