@@ -150,7 +150,8 @@ def test_shared_memory_that_cannot_hold_two_is_said_at_the_start(
         disk=SimpleNamespace(control=Control(None), root=tmp_path),
     )
     monkeypatch.setattr(places.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    config = CheckpointConfig(every=4, memory_every=3)
+    config = CheckpointConfig(every=4, memory_every=3, remote=RemoteConfig(url="s3://bucket"))
+    tiers.remote = SimpleNamespace(url="s3://bucket/run")
     tiers.off = places.too_small(config, tiers, 4.2e6, ranks=1)
     assert bool(tiers.off) is small
     told = places.describe(config, tiers, 3, 1_400_000, 2.8e6, ranks=1)
@@ -159,6 +160,7 @@ def test_shared_memory_that_cannot_hold_two_is_said_at_the_start(
         assert f"saves block: 2 x 4.2 MB are needed in {tmp_path}, 8.3 MB are free" in told[1]
     else:
         assert "2 x 4.2 MB of 8.4 MB" in told[1]
+    assert ("nothing is uploaded" in told[-1]) is small
 
 
 def test_what_lies_in_memory_since_before_a_restart_counts_as_free(

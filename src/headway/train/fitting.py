@@ -80,22 +80,27 @@ def can_recompute(module: nn.Module) -> bool:
 
 def describe(config: RunConfig, choice: Choice, shape: ModelShape, replicas: Replicas, shards: int) -> list[str]:
     """What was chosen and what it is predicted to take, one fact a line."""
-    total, capacity = choice.predicted.total / GIB, choice.capacity / GIB
-    lines = [f"recompute {choice.levels[0]}: predicted peak {total:.2f} GiB of {capacity:.2f} GiB on a rank"]
+    total, capacity = _in_gib(choice.predicted.total), _in_gib(choice.capacity)
+    lines = [f"recompute {choice.levels[0]}: predicted peak {total} of {capacity} on a rank"]
     work = _work(config, replicas)
     if choice.levels[0] == "offload" or (config.model.offload != "none" and "offload" in choice.levels):
         moved, seconds = offload_cost(shape, work)
         lines.append(
             f"offload of activations {'is in force' if choice.levels[0] == 'offload' else 'is the last level'}: "
-            f"{moved / GIB:.2f} GiB a micro-batch to the host and back, predicted {seconds:.3f} s unless hidden"
+            f"{_in_gib(moved)} a micro-batch to the host and back, predicted {seconds:.3f} s unless hidden"
         )
     if config.model.offload == "optimizer":
         trained = float(sum(p.numel() for p in replicas.module.parameters() if p.requires_grad))
         held, seconds = optimizer_offload_cost(trained, shards)
         lines.append(
-            f"offload of the optimizer: {held / GIB:.2f} GiB a rank on the host, predicted {seconds:.3f} s a step more"
+            f"offload of the optimizer: {_in_gib(held)} a rank on the host, predicted {seconds:.3f} s a step more"
         )
     return lines
+
+
+def _in_gib(size: float) -> str:
+    """In MiB where two decimals of a GiB would show little or nothing."""
+    return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / GIB * 1024:.1f} MiB"
 
 
 def rehearse(fit: Fit, learner: Learner, config: RunConfig, vocab: int, optimizer_bytes: float) -> str:

@@ -90,9 +90,8 @@ def _too_small_here(config: CheckpointConfig, tiers: Tiers, size: float, ranks: 
     if rooms * here <= free:
         return ""
     where = tiers.memory.root.parent
-    uploads = ", and nothing is uploaded while training" if config.remote is not None else ""
     return (
-        f"no memory checkpoints, and saves block{uploads}: {rooms} x {in_bytes(here)} are needed in {where}, "
+        f"no memory checkpoints, and saves block: {rooms} x {in_bytes(here)} are needed in {where}, "
         f"{in_bytes(free)} are free; make it larger (docker run --shm-size), or name another place ({SHARED_MEMORY})"
     )
 
@@ -141,7 +140,9 @@ def describe(
         f"disk: {when}, keeps {config.keep}{f' and every {config.keep_every}' if config.keep_every else ''}: up to "
         f"{in_bytes(_rooms(config.keep) * size)} of {in_bytes(shutil.disk_usage(root).free)} free"
     )
-    if config.remote is not None and tiers.remote is not None:
+    if config.remote is not None and tiers.off:
+        lines.append("remote: nothing is uploaded: what goes to the store is what was staged in memory")
+    elif config.remote is not None and tiers.remote is not None:
         when = f"every {config.remote.every} steps" if config.remote.every is not None else "what goes to the disk"
         keep = config.remote.keep
         lines.append(f"remote: {when}, keeps {keep}: up to {in_bytes(_rooms(keep) * size)} in {tiers.remote.url}")
