@@ -108,7 +108,7 @@ def test_an_orphan_waits_for_another_ranks_part_no_longer_than_it_may_come(tmp_p
             assert saver.poll() is None, "its trainer lives, so the part may still come"
             return
         first, last = (msgspec.json.decode(line, type=Outcome) for line in said.splitlines())
-        why = "had not written its part" if end.startswith("trainer") else "is gone"  # the folder, or already the files in it
+        why = "had not written its part" if end.startswith("trainer") else "is gone"  # it, or already the files in it
         assert not first.ok and first.tier == "memory" and why in first.why and last.tier == ""
     finally:
         saver.kill()
