@@ -106,6 +106,7 @@ def test_train_resume_report_and_checkpoints(trained: Path, capsys: pytest.Captu
     assert call(capsys, "checkpoint", "verify", run)[0] == 0
     code, out, _ = call(capsys, "checkpoint", "advise", run)
     assert code == 0 and "disk: every" in out and "no failure yet" in out
+    assert "per rank-day" in out and "GPU-day" not in out, "it ran on a CPU"
     code, out, _ = call(capsys, "checkpoint", "export", run, tmp_path / "model", "--step", "2")
     assert code == 0 and (tmp_path / "model" / "model.safetensors").is_file()
     code, _, err = call(capsys, "checkpoint", "export", run, tmp_path / "model")

@@ -33,6 +33,17 @@ def test_an_edited_checkout_is_told_and_an_old_checkpoint_is_taken() -> None:
         compare({"optim.lr": 2e-3}, identity(), set())
 
 
+def test_other_data_is_refused_by_its_files_name() -> None:
+    """Two cut hashes told nobody which of the run's files has changed."""
+    old, new = ({**identity(), "content of data source 1": content} for content in ("a" * 64, "b" * 64))
+    with pytest.raises(
+        Refused, match=r"content of data source 1 \(b/chats\.jsonl\): aa.*allow=\[content of data source 1\]"
+    ):
+        compare(old, new, set(), ["a/chats.jsonl", "b/chats.jsonl"])
+    (allowed,) = compare(old, new, {"content of data source 1"}, ["a/chats.jsonl", "b/chats.jsonl"])
+    assert allowed.startswith("content of data source 1 (b/chats.jsonl): ")
+
+
 def test_the_digest_changes_with_a_byte_of_what_computes(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "watch").mkdir()

@@ -147,7 +147,7 @@ def test_other_data_or_length_is_refused_with_the_difference(tmp_path: Path) -> 
     assert "data.seqlen is no key that a resume compares; did you mean data.seq_len?" in refused.err
     make_chats(tmp_path / "chats.jsonl", count=61, seed=1)
     refused = run(path, expect=2)
-    assert "content of data source 0" in refused.err
+    assert f"content of data source 0 ({tmp_path / 'chats.jsonl'}): " in refused.err
     before = len(history(path).sessions)
     run(path, "checkpoint.allow=[content of data source 0, documents of data source 0, data]", expect=0)
     assert any("allowed to differ" in note for note in history(path).sessions[before].start.facts.get("notes", []))

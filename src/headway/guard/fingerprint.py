@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
+from types import MappingProxyType
 from typing import Any
 
 from headway.account.errors import Refused, UserError
@@ -14,13 +15,19 @@ _SHOWN = 60
 
 
 def refuse_changed(
-    saved: dict[str, Any], now: dict[str, Any], *, allow: set[str] | bool = False, known: Set[str] = frozenset()
+    saved: dict[str, Any],
+    now: dict[str, Any],
+    *,
+    allow: set[str] | bool = False,
+    known: Set[str] = frozenset(),
+    meant: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
     """Compares two fingerprints (nested dicts of JSON values) and refuses differences that were not allowed.
 
     Returns the differences that were allowed, each as "key: saved → now", so that the caller can record them.
     `allow` is True (everything), or a set of dotted keys; a key allows everything below it. `known`: names in `allow`
-    that are right although neither side has them (keys that have no effect here).
+    that are right although neither side has them (keys that have no effect here). `meant`: the file that
+    a key speaks of whose name and value tell a user little.
 
     Raises Refused, one line listing every difference that is not allowed; UserError for a key in `allow` that neither
     side has, because a misspelt one would allow nothing without a word.
@@ -33,12 +40,12 @@ def refuse_changed(
     ]
     refused = [key for key in changed if not _allowed(key, allow)]
     if refused:
-        shown = "; ".join(_line(key, old, new) for key in refused)
+        shown = "; ".join(_line(key, old, new, meant) for key in refused)
         leave = f"'checkpoint.allow=[{', '.join(refused)}]'"
         raise Refused(
             f"this run is not the one in the checkpoint: {shown}. Undo it, allow it ({leave}), or give it another name"
         )
-    return [_line(key, old, new) for key in changed]
+    return [_line(key, old, new, meant) for key in changed]
 
 
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:
@@ -73,8 +80,9 @@ def _check_names(allow: set[str], keys: set[str]) -> None:
         raise UserError(f"checkpoint.allow: {name} is no key that a resume compares{meant}")
 
 
-def _line(key: str, old: dict[str, Any], new: dict[str, Any]) -> str:
-    return f"{key}: {_short(old.get(key, _ABSENT))} → {_short(new.get(key, _ABSENT))}"
+def _line(key: str, old: dict[str, Any], new: dict[str, Any], meant: Mapping[str, str]) -> str:
+    name = f"{key} ({meant[key]})" if key in meant else key
+    return f"{name}: {_short(old.get(key, _ABSENT))} → {_short(new.get(key, _ABSENT))}"
 
 
 def _short(value: Any) -> str:

@@ -49,12 +49,13 @@ class FailureRate:
         """Mean seconds between failures of a job of `gpus`."""
         return 86400 / (self.mean * gpus) if self.mean > 0 else math.inf
 
-    def line(self, gpus: int) -> str:
+    def line(self, gpus: int, unit: str = "GPU") -> str:
+        """In words; `unit`: what fails."""
         if self.high <= 0:
-            return f"failure rate 0 per GPU-day ({self.basis}): no failure of a GPU is expected"
+            return f"failure rate 0 per {unit}-day ({self.basis}): no failure of a {unit} is expected"
         hours = [86400 / (rate * gpus) / 3600 if rate > 0 else math.inf for rate in (self.high, self.mean, self.low)]
         return (
-            f"failure rate {self.mean:.2e} per GPU-day (90 % band {self.low:.2e} … {self.high:.2e}; {self.basis}): "
+            f"failure rate {self.mean:.2e} per {unit}-day (90 % band {self.low:.2e} … {self.high:.2e}; {self.basis}): "
             f"one failure of the job every {hours[1]:.3g} h ({hours[0]:.3g} … {hours[2]:.3g})"
         )
 

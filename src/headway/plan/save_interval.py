@@ -41,7 +41,8 @@ class TierCost:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`steps` between saves by tier (None: no failure needs that tier); `goodput` with these intervals."""
+    """`steps` between saves by tier (None: no failure needs that tier); `goodput` with these intervals. `unit`: what
+    fails, a GPU or a rank of a run without one."""
 
     costs: tuple[TierCost, ...]
     rate: FailureRate
@@ -49,6 +50,7 @@ class Advice:
     step_s: float
     goodput: Goodput
     job: Reliability
+    unit: str = "GPU"
 
     @property
     def steps(self) -> dict[str, int | None]:
@@ -59,7 +61,7 @@ class Advice:
 
     def lines(self) -> list[str]:
         """The advice and what it rests on, in words."""
-        said = [self.rate.line(self.gpus)]
+        said = [self.rate.line(self.gpus, self.unit)]
         for cost, item in zip(self.costs, self.goodput.intervals, strict=True):
             steps = self.steps[item.tier]
             if steps is None:
@@ -74,8 +76,9 @@ class Advice:
         return [*said, f"predicted ETTR {self.goodput.ettr:.2%}"]
 
 
-def gamma_posterior(failures: int, gpu_days: float) -> FailureRate:
+def gamma_posterior(failures: int, gpu_days: float, unit: str = "GPU") -> FailureRate:
     """Failures per GPU-day after `failures` in `gpu_days` (device-days of this run), with the published rates as prior.
+    `unit`: what the days are of, in words; those of a rank without a GPU count as a GPU's.
 
     After n failures that the prior did not expect the mean lies between (n - 1) / gpu_days and n / gpu_days. The band
     is Wilson and Hilferty's (1931) approximation of the Gamma's 5 % and 95 % points.
@@ -89,9 +92,10 @@ def gamma_posterior(failures: int, gpu_days: float) -> FailureRate:
     shape, before = shape * share, shape * share / prior.mean
     after, exposure = shape + failures, before + (days if failures else gpu_days)
     seen = f"{failures} failure{'s' * (failures > 1)}" if failures else "no failure yet"
-    worth = f"worth {shape:.2g} failures in {before:,.2g} GPU-days"
+    worth = f"worth {shape:.2g} failures in {before:,.2g} {unit}-days"
+    prior_of = "published rates" if unit == "GPU" else f"published rates of GPUs, taken for a {unit}'s,"
     why = "" if share == 1 else ": no more, because this run fails more often"
-    basis = f"{seen} in {gpu_days:,.3g} GPU-days of this run, published rates as prior, {worth}{why}"
+    basis = f"{seen} in {gpu_days:,.3g} {unit}-days of this run, {prior_of} as prior, {worth}{why}"
     low, high = (_gamma_point(after, z) / exposure for z in (-_Z95, _Z95))
     return FailureRate(after / exposure, low, high, basis)
 
@@ -105,15 +109,16 @@ def advise(
     gpu_days: float,
     detect_s: float = 5.0,
     restart_s: float = 60.0,
+    unit: str = "GPU",
 ) -> Advice:
     """The best interval of each tier, nearest first; the last tier must survive every failure.
 
     Raises UserError for figures that cannot be (negative times, shares that do not rise to 1).
     """
-    rate = gamma_posterior(failures, gpu_days)
+    rate = gamma_posterior(failures, gpu_days, unit)
     tiers = tuple(Tier(cost.name, cost.cost_s, cost.lag_s, cost.load_s, cost.survives) for cost in costs)
     job = Reliability(gpus, rate, detect_s, restart_s, tiers, step_s=step_s)
-    return Advice(tuple(costs), rate, gpus, step_s, predict(job), job)
+    return Advice(tuple(costs), rate, gpus, step_s, predict(job), job, unit)
 
 
 def _prior_share(failures: int, days: float, shape: float, exposure: float) -> float:

@@ -40,7 +40,7 @@ from headway.train import fitting
 from headway.train import resume as resuming
 from headway.train.agreement import first_failure
 from headway.train.assemble import Assembled, assemble
-from headway.train.cadence import SPIKES_A_STEP, Cadence, Every
+from headway.train.cadence import SPIKES_A_STEP, Cadence, Every, unit_of
 from headway.train.clock import StepClock
 from headway.train.data import Say, decoder, evaluation_view, make_stream, prepare_sources, total_steps, training_view
 from headway.train.decisions import Known, known_decisions
@@ -199,7 +199,9 @@ def _build(
             every["memory"] = None
             say(f"checkpoints: {why_none}")
     spikes_a_step = SPIKES_A_STEP if config.guard.spikes == "act" else 0.0
-    cadence = Cadence(every, place.world, failures, device_s, control(), say, spikes=spikes_a_step)
+    cadence = Cadence(
+        every, place.world, failures, device_s, control(), say, spikes=spikes_a_step, unit=unit_of(place.device.name)
+    )
     saves = Saves(config.checkpoint, tiers, reporter, say, cadence, lambda: run_clock.account().wall_ns / 1e9)
     reporter.on_step = saves.step
     if found is not None:

@@ -97,7 +97,13 @@ def advise_run(folder: RunFolder) -> Advice:
         step_s=statistics.median(line.wall_ns for line in steps) / 1e9,
         failures=failed,
         gpu_days=device_s / 86400,
+        unit=unit_of(history.sessions[-1].start.device),
     )
+
+
+def unit_of(device: str) -> str:
+    """What fails there, in words: a run on a CPU has no GPU-days."""
+    return "rank" if device.startswith("cpu") else "GPU"
 
 
 def sessions_so_far(history: History) -> tuple[int, float]:
@@ -131,6 +137,7 @@ class Cadence:
     advice: Advice | None = None
     spikes: float = 0.0
     """How often a step is a spike that goes back to a memory checkpoint; 0 where none does."""
+    unit: str = "GPU"
     _next: dict[str, int] = field(default_factory=dict)
     _interval: dict[str, int] = field(default_factory=dict)
     _told: dict[str, int] = field(default_factory=dict)
@@ -175,7 +182,9 @@ class Cadence:
         if not costs or not step_s:
             return {}
         days = (self.device_s + spent_s * self.gpus) / 86400
-        self.advice = advise(costs, gpus=self.gpus, step_s=step_s, failures=self.failures, gpu_days=days)
+        self.advice = advise(
+            costs, gpus=self.gpus, step_s=step_s, failures=self.failures, gpu_days=days, unit=self.unit
+        )
         steps = {tier: count for tier, count in self.advice.steps.items() if count is not None}
         why = self._for_spikes(steps)
         told, self._told = self._told, steps

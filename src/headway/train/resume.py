@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,10 @@ _HOLDOUT_SEED = "eval.holdout seed"
 """The run's seed once more: who allows another one is not asked twice."""
 
 
-def compare(saved: dict[str, Any], now: dict[str, Any], allow: set[str]) -> list[str]:
+def compare(saved: dict[str, Any], now: dict[str, Any], allow: set[str], sources: Sequence[str] = ()) -> list[str]:
     """The differences that were allowed, and a change of Headway's own source between two releases (told, not refused:
-    a run must not end at a restart because somebody has edited a checkout). Raises Refused."""
+    a run must not end at a restart because somebody has edited a checkout). `sources`: where the data lies, to name it.
+    Raises Refused."""
     before, here = dict(saved.get(_CODE, {})), dict(now[_CODE])
     source = before.pop(SOURCE, None), here.pop(SOURCE)
     silent = without_effect(saved, now) | {_HOLDOUT_SEED}
@@ -84,7 +85,11 @@ def compare(saved: dict[str, Any], now: dict[str, Any], allow: set[str]) -> list
     newer = {key: value for key, value in now.items() if key not in silent}
     older[_CODE], newer[_CODE] = before or here, here  # a checkpoint of before the code was kept says nothing of it
     told = refuse_changed(
-        older, newer, allow=_spelt_out(allow, saved.keys() | now.keys()), known=allow & all_keys().keys()
+        older,
+        newer,
+        allow=_spelt_out(allow, saved.keys() | now.keys()),
+        known=allow & all_keys().keys(),
+        meant={f"content of data source {number}": path for number, path in enumerate(sources)},
     )
     return told + ([f"code.{SOURCE}: {source[0]} → {source[1]}"] if source[0] not in (None, source[1]) else [])
 
@@ -105,7 +110,8 @@ def refuse_early(config: RunConfig, stream: Stream, found: Found | None) -> None
         return
     saved = found.store.read_meta(found.ref)["identity"]
     late = {key: saved[key] for key in _KNOWN_LATE if key in saved}
-    compare(saved, {**run_identity(config, stream, {}, ""), **late}, set(config.checkpoint.allow))
+    now = {**run_identity(config, stream, {}, ""), **late}
+    compare(saved, now, set(config.checkpoint.allow), [source.path for source in config.data.sources])
 
 
 def run_id(folder: RunFolder, remote: RemotePlace | None = None) -> str:
@@ -186,7 +192,8 @@ def resume(
         return Resumed()
     store, ref = found.store, found.ref
     meta = store.read_meta(ref)
-    allowed = compare(meta["identity"], identity, set(config.checkpoint.allow))
+    sources = [source.path for source in config.data.sources]
+    allowed = compare(meta["identity"], identity, set(config.checkpoint.allow), sources)
     lora = config.model.lora is not None
     loaded = restore(store, ref, replicas.module, optimizers.items, trainable_only=lora)
     notes = [f"newer checkpoint not used: {reason}" for reason in ref.rejected]
