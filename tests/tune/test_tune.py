@@ -374,6 +374,26 @@ def test_a_file_that_would_be_another_training_is_not_written_but_told(
     assert load_run(other, overrides).config.data.pack == "best_fit" and "preset=naive" in overrides
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_nothing_in_tmp(
+    run_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+) -> None:
+    def stopped(config: RunConfig, scratch: Path, **_: object) -> Profile:
+        assert scratch.parent.parent == tmp_path
+        signal.raise_signal(number)
+        return pretended(config)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("headway.tune.profile.profile", stopped)
+    former = signal.getsignal(signal.SIGTERM)
+    assert command(capsys, run_file)[0] == 128 + number and not list(tmp_path.iterdir())
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
 @pytest.mark.parametrize("json", [False, True])
 def test_a_full_disk_at_the_end_takes_nothing_of_what_was_measured(
     run_file: Path,

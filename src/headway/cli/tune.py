@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -51,7 +55,7 @@ def tune(
         if problem := why_not_written(written := tuned_path(run_file), str(written)):
             raise UserError(f"{written} {problem}; tune writes what it finds there")
     prepare_sources(config, _say, None if json else progress())
-    with tempfile.TemporaryDirectory(prefix="headway-tune-") as scratch:
+    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="headway-tune-") as scratch:
         if precision:
             return _precision(config, Path(scratch), json)
         return _tune(run_file, overrides or [], config, Path(scratch), steps, verify_steps, most_seconds, against, json)
@@ -181,6 +185,23 @@ def _precision(config: RunConfig, scratch: Path, json: bool) -> int:
     else:
         print("\n".join(precision_lines(found)))
     return 0
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM leaves by the way of Ctrl-C, past what takes the scratch folder away; it would stay in /tmp."""
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # only there can handlers be installed
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)
 
 
 def _say(text: str) -> None:

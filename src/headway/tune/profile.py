@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,8 @@ def profile(
     run = build_run(prepared(config, scratch), None, RunClock(), observers=lambda: [lines], say=lambda text: None)
     run.stop.close()  # nothing here looks at it: a signal ends the command, as before
     try:
+        if run.stop.requested:  # it came while the run was built
+            signal.raise_signal(run.stop.signal)
         run.start()
         tokens, began = 0, 0.0
         for done in range(-warm_up, steps):
