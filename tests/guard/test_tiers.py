@@ -385,6 +385,7 @@ def test_a_disk_with_room_for_two_is_enough_to_keep_one(tmp_path: Path, monkeypa
     tree = capture(model, [optimizer])
     events = tiers.save_now(4000, tree, {}, {}, keep=keep(4000))
     assert [(event.tier, event.step, event.ok) for event in events if event.tier != "memory"] == [("disk", 4000, True)]
+    assert tiers.settle(60), "it returns once the disk has it: the saver still prunes"
     assert [ref.step for ref in layout.published(tiers.disk.root)] == [3000, 4000]
     assert begin(tiers, model, optimizer, 4010, keep=keep(4010)), (
         "3000 is needed: planted, there is nothing to wait for"
