@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headway.prove.sample import apart, cosine, gain
+from headway.prove.sample import apart, by_layer, cosine, gain, layer_of
 from headway.prove.trajectory import Trajectory
 
 WIDTH = 8.0
@@ -64,60 +64,131 @@ class Verdict:
         return [test for test in self.tests if not test.passed]
 
 
-def judge(a: Trajectory, b: Trajectory, twin: Trajectory, seed_band: float | None = None) -> Verdict:
-    """Holds B against A; `twin` is A's own second run."""
+def judge(
+    a: Trajectory, b: Trajectory, twin: Trajectory, seed_band: float | None = None, *, rounding: float = 2.0**-24
+) -> Verdict:
+    """Holds B against A; `twin` is A's own second run.
+
+    rounding: one unit of it, relative, in the coarser type that gradients between layers are kept in. What the twin
+    cannot show, or shows in one number that may be small by luck, has a floor from it:
+
+    - Each side may have rounded a number that all of its gradient is multiplied by: two units of length. The twin
+      rounds it as A does (at step 1 the logits' gradients are p/n and (p-1)/n for each of n tokens, p about the same).
+    - Each token's loss is rounded by itself on each side: two units / sqrt(tokens) of their mean.
+    """
+    shared = 2 * rounding
     loss = _relative(a.losses, b.losses, twin.losses)
-    norm = _relative(a.grad_norms, b.grad_norms, twin.grad_norms)
+    norm = _relative(a.grad_norms, b.grad_norms, twin.grad_norms, _norm_bands(a, twin))
     held = abs(b.held_out - a.held_out) / abs(a.held_out)
     held_band = max(abs(twin.held_out - a.held_out) / abs(a.held_out), max(band for _, band in loss))
     tests = [
-        _over_steps("loss per step", loss),
-        _over_steps("gradient norm per step", norm),
-        *_gradients(a, b, twin),
-        _update(a, b, twin),
-        Test("held-out loss", held, max(WIDTH * held_band, FLOOR), "end", held_band),
+        _over_steps("loss per step", loss, [_of_mean(shared, count) for count in a.tokens]),
+        _over_steps("gradient norm per step", norm, [shared] * len(norm)),
+        *_gradients(a, b, twin, shared),
+        *_update(a, b, twin),
+        Test("held-out loss", held, max(WIDTH * held_band, FLOOR, _of_mean(shared, a.held_tokens)), "end", held_band),
     ]
     return Verdict(
         tuple(tests), tuple(loss), tuple(norm), tuple(_cosines(a, b, twin)), (a.held_out, b.held_out), seed_band
     )
 
 
-def _relative(a: Sequence[float], b: Sequence[float], twin: Sequence[float]) -> list[tuple[float, float]]:
-    """Per step: B's relative difference from A, and the largest of A's twin so far (one step may agree by luck)."""
-    bands = itertools.accumulate((_apart(x, z) for x, z in zip(a, twin, strict=True)), max)
-    return [(_apart(x, y), band) for x, y, band in zip(a, b, bands, strict=True)]
+def _relative(
+    a: Sequence[float], b: Sequence[float], twin: Sequence[float], floors: Mapping[int, float] | None = None
+) -> list[tuple[float, float]]:
+    """Per step: B's relative difference from A, and the largest of A's twin so far (one step may agree by luck).
+
+    floors: band of a step that is known from more than its one number.
+    """
+    own = (max(_apart(x, z), (floors or {}).get(n, 0.0)) for n, (x, z) in enumerate(zip(a, twin, strict=True)))
+    return [(_apart(x, y), band) for x, y, band in zip(a, b, itertools.accumulate(own, max), strict=True)]
+
+
+def _norm_bands(a: Trajectory, twin: Trajectory) -> dict[int, float]:
+    """Band of the global gradient norm at the sampled steps, from the bands of all tensors' lengths.
+
+    As |g|² = Σ |g_t|², relative changes d_t of the tensors' lengths change |g| by Σ w_t d_t with w_t = |g_t|² / |g|².
+    The d_t of one twin may cancel by luck, and its norm then looks exact; another run's need not. Σ w_t |d_t| is what
+    they reach when none cancels.
+    """
+    bands = {}
+    for step, tensors in a.gradients.items():
+        lengths = [(float(vector.norm()), float(twin.gradients[step][name].norm())) for name, vector in tensors.items()]
+        square = sum(own * own for own, _ in lengths)
+        bands[step] = sum(own * abs(own - other) for own, other in lengths) / square if square else 0.0
+    return bands
 
 
 def _apart(a: float, b: float) -> float:
     return abs(a - b) / max(abs(a), 1e-30) if math.isfinite(a) and math.isfinite(b) else math.inf
 
 
-def _over_steps(name: str, pairs: Sequence[tuple[float, float]]) -> Test:
-    rows = [Test(name, value, max(WIDTH * band, FLOOR), f"step {n + 1}", band) for n, (value, band) in enumerate(pairs)]
+def _over_steps(name: str, pairs: Sequence[tuple[float, float]], floors: Sequence[float]) -> Test:
+    rows = [
+        Test(name, value, max(WIDTH * band, FLOOR, floor), f"step {n + 1}", band)
+        for n, ((value, band), floor) in enumerate(zip(pairs, floors, strict=True))
+    ]
     return _worst(rows)
 
 
-def _gradients(a: Trajectory, b: Trajectory, twin: Trajectory) -> Iterator[Test]:
-    turned, longer = [], []
-    for step, layers in a.gradients.items():
+def _of_mean(each: float, count: int) -> float:
+    return each / math.sqrt(max(count, 1))
+
+
+def _gradients(a: Trajectory, b: Trajectory, twin: Trajectory, shared: float) -> Iterator[Test]:
+    turned, longer, tensors_turned, tensors_longer = [], [], [], []
+    known: dict[str, float] = {}
+    for step, tensors in a.gradients.items():
+        layers, other, own = (by_layer(side.gradients[step]) for side in (a, b, twin))
+        bands = {layer: apart(vector, own[layer]) for layer, vector in layers.items()}
         for layer, vector in layers.items():
-            other, own = b.gradients[step][layer], twin.gradients[step][layer]
-            where, band = f"{layer}, step {step + 1}", apart(vector, own)
-            turned.append(Test("gradient per layer", apart(vector, other), max(WIDTH * band, 10 * FLOOR), where, band))
+            where, band = f"{layer}, step {step + 1}", bands[layer]
+            value = apart(vector, other[layer])
+            turned.append(Test("gradient per layer", value, max(WIDTH * band, 10 * FLOOR), where, band))
             # Independent noise of relative size r hardly moves the length as the twin sees it; rounding to a half type
             # is not independent of what it rounds, and may move it by a share of r.
-            off = abs(gain(other, vector, own) - 1)
-            longer.append(Test("gradient length per layer", off, max(GAIN, band), where, band))
-    yield _worst(turned)
-    yield _worst(longer)
+            off = abs(gain(other[layer], vector, own[layer]) - 1)
+            longer.append(Test("gradient length per layer", off, max(GAIN, band, shared), where, band))
+        for name, vector in tensors.items():
+            layer = layer_of(name)
+            floor = max(FLOOR, shared) * float(layers[layer].norm())
+            sides = (vector, b.gradients[step][name], twin.gradients[step][name])
+            # A small tensor's twin may agree by luck: its band is no less than the layer's, nor than at earlier steps.
+            known[name] = max(known.get(name, 0.0), bands[layer], _noise(vector, sides[2], floor))
+            rows = _tensor(f"{name}, step {step + 1}", sides, floor, known[name], shared)
+            tensors_turned.append(rows[0])
+            tensors_longer.extend(rows[1:])
+    yield from (_worst(rows) for rows in (turned, longer, tensors_turned, tensors_longer) if rows)
 
 
-def _update(a: Trajectory, b: Trajectory, twin: Trajectory) -> Test:
+def _noise(a: Tensor, other: Tensor, floor: float) -> float:
+    """|a - other| in units of |a|, or of `floor` where a vanishes but for rounding (the bias of k, a top-1 router)."""
+    return float((a - other).norm()) / max(float(a.norm()), floor, 1e-300)
+
+
+def _tensor(where: str, sides: tuple[Tensor, Tensor, Tensor], floor: float, band: float, shared: float) -> list[Test]:
+    """One tensor of A, B and the twin: a layer's other tensors drown what happens to q, k, a router or a bias."""
+    a, b, twin = sides
+    limit = max(WIDTH * band, 10 * FLOOR, floor / max(float(a.norm()), floor, 1e-300))
+    rows = [Test("gradient per tensor", _noise(a, b, floor), limit, where, band)]
+    if band < 0.5:  # above, its direction is noise, and length along it means nothing
+        off = abs(gain(b, a, twin) - 1)
+        rows.append(Test("gradient length per tensor", off, max(GAIN, _few(a, band), shared), where, band))
+    return rows
+
+
+def _few(vector: Tensor, band: float) -> float:
+    """How far noise of relative size WIDTH * band may move the length: with few elements it does not average out."""
+    return band * (1 + WIDTH / math.sqrt(max(vector.numel(), 1)))
+
+
+def _update(a: Trajectory, b: Trajectory, twin: Trajectory) -> Iterator[Test]:
     """Each layer whose way A's two runs agree on, and all layers as one vector: noise hides what a small layer did."""
-    layers = [layer for layer, vector in a.update.items() if vector.any() or b.update[layer].any()]
-    rows = [_way(layer, a.update[layer], b.update[layer], twin.update[layer]) for layer in layers]
-    whole = [torch.cat([side.update[layer] for layer in layers]) for side in (a, b, twin)]
-    return _worst([*(row for row in rows if row.band < 0.5), _way("all layers", *whole)])
+    ways, other, own = (by_layer(side.update) for side in (a, b, twin))
+    layers = [layer for layer, vector in ways.items() if vector.any() or other[layer].any()]
+    rows = [_way(layer, ways[layer], other[layer], own[layer]) for layer in layers]
+    whole = [torch.cat([side[layer] for layer in layers]) for side in (ways, other, own)]
+    yield _worst([*(row for row in rows if row.band < 0.5), _way("all layers", *whole)])
 
 
 def _way(layer: str, a: Tensor, b: Tensor, twin: Tensor) -> Test:
@@ -126,14 +197,10 @@ def _way(layer: str, a: Tensor, b: Tensor, twin: Tensor) -> Test:
 
 
 def _cosines(a: Trajectory, b: Trajectory, twin: Trajectory) -> Iterator[tuple[int, str, float, float]]:
-    for step, layers in a.gradients.items():
+    for step in a.gradients:
+        layers, other, own = (by_layer(side.gradients[step]) for side in (a, b, twin))
         for layer, vector in layers.items():
-            yield (
-                step + 1,
-                layer,
-                cosine(vector, b.gradients[step][layer]),
-                cosine(vector, twin.gradients[step][layer]),
-            )
+            yield step + 1, layer, cosine(vector, other[layer]), cosine(vector, own[layer])
 
 
 def _worst(rows: Sequence[Test]) -> Test:

@@ -13,10 +13,10 @@ def lines(found: Verified) -> Iterator[str]:
     verdict = found.verdict
     yield from (f"differs: {change}" for change in found.differences)
     yield f"{found.steps} steps; band: A again, its documents in another order, first weights shaken by one rounding"
-    yield f"{'':<28}{'B against A':>14}{'limit':>12}{'band':>12}  where"
+    yield f"{'':<31}{'B against A':>14}{'limit':>12}{'band':>12}  where"
     for test in verdict.tests:
         mark = "ok " if test.passed else "BAD"
-        yield f"{mark} {test.name:<24}{test.value:>14.3g}{test.limit:>12.3g}{test.band:>12.3g}  {test.where}"
+        yield f"{mark} {test.name:<27}{test.value:>14.3g}{test.limit:>12.3g}{test.band:>12.3g}  {test.where}"
     losses = [value for value, _ in verdict.loss]
     norms = [value for value, _ in verdict.norm]
     yield (

@@ -1,8 +1,9 @@
-"""Large vectors held against each other through a fixed sample of their elements, layer by layer."""
+"""Large vectors held against each other through a fixed sample of their elements, parameter by parameter."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 
@@ -13,13 +14,14 @@ ELEMENTS = 1 << 16
 """Elements kept of one parameter. A cosine from 65,536 of them is within about 0.4 % of the whole vector's."""
 
 Sample = Mapping[str, Tensor]
-"""Layer name -> float64 vector."""
+"""Tensor name (or layer name, from `by_layer`) -> float64 vector."""
 
 
 def sample(module: nn.Module, of: str) -> dict[str, Tensor]:
-    """The sampled elements of every trained parameter's `grad` or `data`, by layer, on the CPU.
+    """The sampled elements of every trained parameter's `grad` or `data`, by tensor name, on the CPU.
 
-    A parameter without a gradient counts as zeros: a layer that stopped learning must not go unseen.
+    A sample is scaled so that its length estimates the whole parameter's: lengths of tensors may be added up. A
+    parameter without a gradient counts as zeros: what stopped learning must not go unseen.
     """
     found: dict[str, list[Tensor]] = {}
     for name, parameter in module.named_parameters():
@@ -28,8 +30,22 @@ def sample(module: nn.Module, of: str) -> dict[str, Tensor]:
         value = parameter.grad if of == "grad" else parameter
         flat = torch.zeros(parameter.numel()) if value is None else value.detach().flatten()
         index = _index(name, flat.numel()).to(flat.device)
-        found.setdefault(layer_of(name), []).append(flat[index].double().cpu())
+        part = flat[index].double().cpu().mul_(math.sqrt(flat.numel() / max(index.numel(), 1)))
+        found.setdefault(tensor_of(name), []).append(part)
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def by_layer(tensors: Sample) -> dict[str, Tensor]:
+    """The same vectors, those of one layer (self_attn, mlp, one norm, …) as one."""
+    found: dict[str, list[Tensor]] = {}
+    for name, vector in tensors.items():
+        found.setdefault(layer_of(name), []).append(vector)
     return {layer: torch.cat(parts) for layer, parts in found.items()}
+
+
+def tensor_of(name: str) -> str:
+    """The parameter's name; one for all experts of a layer: an expert with few tokens has no band of its own."""
+    return re.sub(r"\bexperts\.\d+\.", "experts.*.", name).removeprefix("model.")
 
 
 def layer_of(name: str) -> str:

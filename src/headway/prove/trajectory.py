@@ -16,7 +16,10 @@ from headway.prove.trainee import Trainee
 
 @dataclass
 class Trajectory:
-    """losses and grad_norms per step; gradients sampled at chosen steps; update: sampled change of the weights."""
+    """losses and grad_norms per step; gradients sampled at chosen steps; update: sampled change of the weights.
+
+    Both samples are by tensor name. tokens, held_tokens: trained tokens behind each loss and behind held_out.
+    """
 
     name: str
     losses: list[float] = field(default_factory=list)
@@ -24,6 +27,8 @@ class Trajectory:
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     update: dict[str, Tensor] = field(default_factory=dict)
     held_out: float = math.nan
+    tokens: list[int] = field(default_factory=list)
+    held_tokens: int = 0
 
 
 def chosen_steps(steps: int) -> tuple[int, ...]:
@@ -37,16 +42,18 @@ def follow(name: str, trainee: Trainee, steps: Steps, tell: Callable[[str], None
     before = sample(trainee.module, "data")
     looked_at = chosen_steps(steps.trained)
     for number in range(steps.trained):
-        figures = trainee.update(trainee.batches(steps.view, steps.pieces[number]))
+        batches = trainee.batches(steps.view, steps.pieces[number])
+        found.tokens.append(sum(batch.trained_tokens for batch in batches))
+        figures = trainee.update(batches)
         found.losses.append(figures.nll)
         found.grad_norms.append(figures.grad_norm)
         if number in looked_at:
             found.gradients[number] = _unclipped(trainee, figures.grad_norm)
         tell(f"{name}: step {number + 1} of {steps.trained}  nll {figures.nll:.4f}  norm {figures.grad_norm:.3f}")
     after = sample(trainee.module, "data")
-    found.update = {layer: after[layer] - before[layer] for layer in before}
+    found.update = {tensor: after[tensor] - before[tensor] for tensor in before}
     parts = [trainee.evaluate(trainee.batches(steps.view, pieces)) for pieces in steps.held_out]
-    tokens = sum(count for _, count in parts)
+    found.held_tokens = tokens = sum(count for _, count in parts)
     found.held_out = sum(nll for nll, _ in parts) / tokens if tokens else math.nan
     return found
 
@@ -54,4 +61,4 @@ def follow(name: str, trainee: Trainee, steps: Steps, tell: Callable[[str], None
 def _unclipped(trainee: Trainee, norm: float) -> dict[str, Tensor]:
     clip = trainee.config.optim.clip_norm
     factor = 1.0 if clip is None or not math.isfinite(norm) else min(1.0, clip / (norm + 1e-6))
-    return {layer: torch.div(vector, factor) for layer, vector in sample(trainee.module, "grad").items()}
+    return {tensor: torch.div(vector, factor) for tensor, vector in sample(trainee.module, "grad").items()}

@@ -19,8 +19,9 @@ from headway.prove.trainee import Trainee
 from headway.prove.trajectory import Trajectory, follow
 from headway.train.data import prepare_sources
 
-#: One unit of rounding, relative, of what matrix products and stored weights are rounded to.
-ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-12, "bfloat16": 2.0**-9, "float8": 2.0**-4}
+#: One unit of rounding, relative, of what matrix products and stored weights are rounded to: 2^-p with p bits of
+#: significand, the hidden one counted (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.1).
+ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8": 2.0**-4}
 
 Say = Callable[[str], None]
 MakeTrainee = Callable[..., Trainee]
@@ -72,7 +73,7 @@ def verify(
     twin = _follow("A again", lambda: make_a(twin_config, scratch / "twin", noise=noise, reorder=1), plan, say)
     trajectory_b = _follow("B", lambda: make_b(b, scratch / "b"), plan, say)
     spread = _seed_spread(a, scratch, steps, trajectory_a, say) if seed_band else None
-    verdict = judge(trajectory_a, trajectory_b, twin, spread)
+    verdict = judge(trajectory_a, trajectory_b, twin, spread, rounding=min(noise, ROUNDING["bfloat16"]))
     return Verified(verdict, trajectory_a, trajectory_b, twin, tuple(config_diff(a, b)), steps, plan.unseen)
 
 
