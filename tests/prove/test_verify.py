@@ -29,10 +29,15 @@ GPT2 = {
 
 MOE = tiny.config(model_type="qwen3_moe", head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 WIDE_HEADS = tiny.config(
-    hidden_size=128, head_dim=128, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=False
+    hidden_size=128,
+    head_dim=128,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    tie_word_embeddings=False,
 )
-ODD = tiny.config(hidden_size=160, head_dim=80, num_attention_heads=2, vocab_size=331)
-QKV_BIAS = tiny.config(model_type="qwen2")
+ODD = tiny.config(hidden_size=160, head_dim=80, num_hidden_layers=1, num_attention_heads=2, vocab_size=331)
+QKV_BIAS = tiny.config(model_type="qwen2", num_hidden_layers=1)
 
 
 @pytest.fixture(scope="module")
