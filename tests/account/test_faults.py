@@ -10,7 +10,7 @@ from headway.account.faults import FAULTS
 
 _TOLD = (
     r"(?:\bincident|\b_?tell|\brecord|\bVerdict)\(\s*\"([a-z][a-z ]+)\",",
-    r"\bfault, action = \"([a-z ]+)\"",
+    r"\bfault(?:, action)? = \"([a-z ]+)\"",
     r"return \"([a-z ]+)\", at\.step",
     r"^KILLED = \"([a-z ]+)\"",
     r"^SLOW = \"([a-z ]+)\"",
