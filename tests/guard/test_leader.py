@@ -260,8 +260,8 @@ def test_a_machine_that_is_silent_while_no_rank_failed_has_all_its_time() -> Non
     assert (one.tick(1.5).phase, one.roll.gone) == ("run", set())
 
 
-def test_a_machine_that_is_slow_again_and_again_is_left_out_with_the_state_saved() -> None:
-    court = Court()
+def _asked_to_leave_the_second_out(court: Court) -> Leader:
+    """Two machines train, the second is slow again and again: all are asked to save and to leave."""
     one = leader(court, 1, 2)
     for member in (1, 2):
         one.roll.note(0, status(member))
@@ -269,6 +269,12 @@ def test_a_machine_that_is_slow_again_and_again_is_left_out_with_the_state_saved
     court.slow, court.out = True, {"n2"}
     one.roll.note(0.2, status(1, 2, generation=0, pulses={0: pulse(step=7)}))
     assert one.tick(0.2).pause
+    return one
+
+
+def test_a_machine_that_is_slow_again_and_again_is_left_out_with_the_state_saved() -> None:
+    court = Court()
+    one = _asked_to_leave_the_second_out(court)
     for member in (1, 2):
         one.roll.note(0.4, status(member, 3, generation=0, report=Report(generation=0, code=75)))
     assert one.tick(0.4).phase == "gather"
@@ -279,13 +285,7 @@ def test_a_machine_that_is_slow_again_and_again_is_left_out_with_the_state_saved
 @pytest.mark.parametrize(("code", "phase"), [(1, "gather"), (2, "over"), (130, "over")])
 def test_a_machine_is_left_out_though_the_state_could_not_be_saved(code: int, phase: str) -> None:
     court = Court()
-    one = leader(court, 1, 2)
-    for member in (1, 2):
-        one.roll.note(0, status(member))
-    one.tick(0)
-    court.slow, court.out = True, {"n2"}
-    one.roll.note(0.2, status(1, 2, generation=0, pulses={0: pulse(step=7)}))
-    assert one.tick(0.2).pause
+    one = _asked_to_leave_the_second_out(court)
     # The second one has not heard of the pause: its ranks went with the first one's.
     full = Death(FAILED, 0, 8, "step", "step 7 could not be saved", "full", True, 0)
     for member in (1, 2):

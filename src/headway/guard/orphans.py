@@ -10,9 +10,11 @@ import os
 import signal
 from pathlib import Path
 
+from headway.guard.processes import state_of
+
 SAVER, KEEPER = "headway.guard.saver_main", "headway.guard.keeper"
 _PROC = Path("/proc")
-_STOPPED = "Tt"  # by a signal, by a debugger
+_STOPPED = ("T", "t")  # by a signal, by a debugger
 
 
 def end_stopped(run_folder: Path) -> list[str]:
@@ -32,7 +34,7 @@ def end_stopped(run_folder: Path) -> list[str]:
 
 def is_stopped(pid: int) -> bool:
     """Whether a process stands still until somebody lets it go on. Linux; elsewhere none does."""
-    return _state(pid) in _STOPPED
+    return state_of(pid) in _STOPPED
 
 
 def _ours() -> list[int]:
@@ -53,10 +55,3 @@ def _kind(pid: int, run_folder: Path) -> str:
     if str(run_folder.resolve()) not in words:
         return ""
     return "the saver" if SAVER in words else "the keeper of memory checkpoints" if KEEPER in words else ""
-
-
-def _state(pid: int) -> str:
-    try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "gone"

@@ -185,3 +185,11 @@ def in_child(work: Callable[[], int]) -> int:
     """Runs `work` in a forked child, so that threads it starts are not ours; returns what it returned."""
     child = _fork(lambda argv: work(), [], dict(os.environ), None)
     return child.wait()
+
+
+def state_of(pid: int) -> str:
+    """The letter that the system gives a process's state ("T": stopped by a signal); empty where it does not tell."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from headway.guard.beacon import STACK_SIGNAL, stack_path
 from headway.guard.hang import Hang
+from headway.guard.processes import state_of
 from headway.guard.waiting import Rank
 
 _STACK_WAIT_S = 0.5
@@ -17,7 +18,7 @@ _FRAMES = 3
 
 def with_stack(hang: Hang, folder: Path, rank: Rank) -> Hang:
     """The hang with what the rank's main thread was doing: from py-spy where it is, else written by the rank itself."""
-    if _state(rank.process.pid) == "T":
+    if state_of(rank.process.pid) == "T":
         return replace(hang, evidence=f"{hang.evidence}; the process is stopped (SIGSTOP)")
     frames = _frames(folder, rank)
     told = f"{hang.evidence}; it is in {' < '.join(frames)}" if frames else hang.evidence
@@ -55,10 +56,3 @@ def _py_spy(pid: int) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
