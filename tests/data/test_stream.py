@@ -206,9 +206,10 @@ def test_trimmed_packs_hold_the_same_documents_and_no_empty_slot() -> None:
         for a, b in zip(one.micro_batches(0, 1), other.micro_batches(0, 1), strict=True):
             assert (a.input_ids[:, : b.slots] == b.input_ids).all() and (a.labels[:, : b.slots] == b.labels).all()
     assert trimmed.fingerprint == whole.fingerprint, "a run may go on under the other shape"
-    aside = trimmed.with_quarantine([(0, int(next(trimmed.epoch(0)).documents[0]))], epoch=0)
-    first = next(aside.epoch(0))
-    assert first.slots > first.tokens, "a document set aside stays as padding in its place"
+    first = int(next(trimmed.epoch(0)).documents[0])
+    aside = trimmed.with_quarantine([trimmed.view.locate(first)], epoch=0)
+    batch = next(aside.epoch(0))
+    assert batch.slots > batch.tokens, "a document set aside stays as padding in its place"
 
 
 def test_rectangles_are_as_wide_as_their_longest_row() -> None:

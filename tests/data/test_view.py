@@ -57,8 +57,9 @@ def test_an_answer_that_crosses_the_limit(policy: str, trained: list[int], lost:
 @settings(max_examples=150, deadline=None)
 def test_counts_equal_counting_token_by_token(raw: list[list[tuple[int, int]]], seq_len: int, policy: str) -> None:
     documents = [([token for token, _ in doc], [bit for _, bit in doc]) for doc in raw]
+    options = {"seq_len": seq_len, "overlong": policy, "keep_untrained": True}
     try:
-        view = view_of(MemoryStore(documents), seq_len=seq_len, overlong=policy, keep_untrained=True)
+        view = view_of(MemoryStore(documents), keep_tails=True, **options)
     except UserError:
         assert all(not tokens or (policy == "drop" and len(tokens) > seq_len) for tokens, _ in documents)
         return
@@ -84,6 +85,18 @@ def test_counts_equal_counting_token_by_token(raw: list[list[tuple[int, int]]], 
     mute = [piece for piece in expected if piece[3] == 0]
     assert (view.untrained.pieces, view.untrained.tokens) == (len(mute), sum(piece[2] for piece in mute))
 
+    without = view_of(MemoryStore(documents), **options)
+    ends, cut_off = [], 0
+    for number, start, length, labels in expected:
+        mask = documents[number][1][start : start + length]
+        cut = len(documents[number][1]) > seq_len and labels
+        ends.append((number, start, max(at for at in range(1, length) if mask[at]) + 1 if cut else length))
+        cut_off += length - ends[-1][2]
+    assert spans(without) == ends and without.overlong.tail_tokens == cut_off
+    assert (without.pieces.trained == view.pieces.trained).all()
+    assert dataclasses.replace(without.overlong, tail_tokens=0) == view.overlong  # what was lost is told apart
+    assert spans(without.keeping_tails(True)) == spans(view)
+
 
 def test_counting_catches_a_planted_label_on_a_first_token() -> None:
     """A count that forgets that a piece's first token cannot be predicted must differ from the report."""
@@ -91,6 +104,18 @@ def test_counting_catches_a_planted_label_on_a_first_token() -> None:
     naive = [0, 2]  # mask[0:4].sum(), mask[4:8].sum()
     assert view.pieces.trained.tolist() == [1] != [n for n in naive if n]
     assert view.overlong.trained_lost == 1
+
+
+def test_tails_that_nothing_is_learnt_from_are_left_out_counted_and_part_of_the_fingerprint() -> None:
+    answered = ([1] * 12, [0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0])
+    short = ([1] * 6, [0, 1, 0, 0, 0, 0])  # not cut: its mask is not read at every start
+    view, kept = (view_of(MemoryStore([answered, short]), keep_tails=keep) for keep in (False, True))
+    assert spans(view) == [(0, 0, 4), (1, 0, 6)] and spans(kept) == [(0, 0, 8), (1, 0, 6)]
+    assert "4 tokens left out that no label follows" in str(view.overlong) and "follows" not in str(kept.overlong)
+    assert view.fingerprint_parts().items() - kept.fingerprint_parts().items() == {("data.keep_tails", "false")}
+    assert view_of(MemoryStore([short])).fingerprint_parts().keys() == kept.fingerprint_parts().keys()
+    split = view_of(MemoryStore([answered]), overlong="split")
+    assert spans(split) == [(0, 0, 4), (0, 8, 2)]
 
 
 def test_only_partly_trained_overlong_documents_need_their_mask() -> None:

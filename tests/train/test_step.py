@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 
 from data.memory_store import MemoryStore
+from headway.account.errors import UserError
 from headway.config.optim import OptimConfig
 from headway.config.train import LossConfig
 from headway.data.global_batch import Position
@@ -26,7 +28,9 @@ from tiny import config
 LENGTHS = [3, 40, 7, 22, 1, 31, 16, 9, 40, 2]
 
 
-def make_stream(pack: str = "best_fit", sequences: int = 8, seed: int = 0) -> Stream:
+def make_stream(
+    pack: str = "best_fit", sequences: int = 8, seed: int = 0, *, seq_len: int = 40, keep_tails: bool = True
+) -> Stream:
     rng = np.random.default_rng(seed)
     documents = [rng.integers(0, 320, n) for n in LENGTHS]
     # Very uneven labels: a mean of means over micro-batches or ranks would be far off (P10).
@@ -34,7 +38,7 @@ def make_stream(pack: str = "best_fit", sequences: int = 8, seed: int = 0) -> St
     masks[1][:] = 1
     view = View(
         [Weighted(MemoryStore(list(zip(documents, masks, strict=True)), vocab_size=320))],
-        ViewOptions(seq_len=40, overlong="truncate", keep_untrained=True),
+        ViewOptions(seq_len=seq_len, overlong="split", keep_untrained=True, keep_tails=keep_tails),
     )
     return Stream(view, StreamOptions(pack=pack, slots=48, rows=3, sequences_per_step=sequences))  # type: ignore[arg-type]
 
@@ -102,6 +106,21 @@ def test_gradient_is_that_of_one_concatenated_batch(pack: str, world: int, atten
     found, nll = split_gradient(stream, world, attention)
     assert nll == pytest.approx(expected_nll, rel=1e-5)
     assert float((found - expected).norm() / expected.norm()) < 1e-5
+
+
+def test_nothing_is_learnt_from_what_stands_behind_the_last_label() -> None:
+    """`data.keep_tails: false` is the same training: in the reference every document has its tail."""
+    whole, ended = (make_stream(sequences=99, seed=7, seq_len=12, keep_tails=keep) for keep in (True, False))
+    assert ended.view.overlong.tail_tokens == 19
+    expected, expected_nll = reference(whole)
+    found, nll = split_gradient(ended, 1, "headway")
+    assert nll == pytest.approx(expected_nll, rel=1e-5)
+    assert float((found - expected).norm() / expected.norm()) < 1e-5
+    short = dataclasses.replace(ended.view.pieces, length=np.maximum(ended.view.pieces.length - 1, 1))
+    planted = object.__new__(View)
+    planted.__dict__ = {**ended.view.__dict__, "pieces": short}
+    with pytest.raises(UserError, match="trained"):  # a label cut off with the tail does not pass in silence
+        split_gradient(Stream(planted, ended.options), 1, "headway")
 
 
 def test_a_planted_mean_of_means_is_caught() -> None:

@@ -143,6 +143,11 @@ class DataConfig(Section):
         "teach nothing (they are counted either way).",
         json_schema_extra=marks(identity=True),
     )
+    keep_tails: bool = Field(
+        default=False,
+        description="Keep what stands behind the last trained token of a document that was cut at seq_len; off "
+        "because no loss and no gradient depends on it (what is left out is counted and printed).",
+    )
 
     @model_validator(mode="after")
     def _pack_holds_a_document(self) -> DataConfig:

@@ -38,6 +38,7 @@ class ViewOptions:
     ``holdout``: this many documents are never trained on, they make up `View.held_out`. Which ones depends on
     ``holdout_seed`` and the stores alone: evaluations stay comparable when the sequence length or the policy changes.
     ``keep_untrained``: train on pieces without a single label too (they cost time and teach nothing).
+    ``keep_tails``: keep the tokens behind the last label of a document that was cut (likewise).
     ``default_overlong``: nobody chose ``overlong``, which the report then says.
     """
 
@@ -46,6 +47,7 @@ class ViewOptions:
     holdout: int = 0
     holdout_seed: int = 0
     keep_untrained: bool = False
+    keep_tails: bool = False
     default_overlong: bool = False
 
 
@@ -77,7 +79,7 @@ class View:
 
         whole = whole_documents(self.stores, self.base[:-1], self._raw_documents(held_out))
         present = whole[whole.length > 0]
-        pieces, counts = cut(present, self.stores, options.seq_len, options.overlong)
+        pieces, counts = cut(present, self.stores, options.seq_len, options.overlong, keep_tails=options.keep_tails)
         self.overlong = replace(counts, default=options.default_overlong)
         mute = pieces.trained == 0
         self.untrained = UntrainedReport(
@@ -101,8 +103,14 @@ class View:
         """The view of the documents set aside for evaluation, each once. Raises UserError if there are none."""
         if not self.options.holdout:
             raise UserError("no documents were set aside for evaluation; give eval.holdout a number above 0")
-        sources = [Weighted(store, weight) for store, weight in zip(self.stores, self.weights, strict=True)]
-        return View(sources, self.options, held_out=True)
+        return View(self._sources(), self.options, held_out=True)
+
+    def keeping_tails(self, keep: bool) -> View:
+        """This view with ``keep_tails`` so: the same pieces in the same rows, of other lengths."""
+        return View(self._sources(), replace(self.options, keep_tails=keep))
+
+    def _sources(self) -> list[Weighted]:
+        return [Weighted(store, weight) for store, weight in zip(self.stores, self.weights, strict=True)]
 
     def select(self, seed: int, epoch: int) -> np.ndarray:
         """The rows of `pieces` that one epoch trains on (int64), each as often as its store's weight says.
@@ -149,6 +157,8 @@ class View:
             "data.keep_untrained": int(self.options.keep_untrained),
             "number of data sources": len(self.stores),
         }
+        if self.overlong.tail_tokens:  # else nothing differs; checkpoints of before there was a choice kept them
+            parts["data.keep_tails"] = "false"
         for number, (store, weight) in enumerate(zip(self.stores, self.weights, strict=True)):
             parts[f"content of data source {number}"] = store.fingerprint
             parts[f"documents of data source {number}"] = len(store.lengths)

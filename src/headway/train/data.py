@@ -98,6 +98,7 @@ def training_view(config: RunConfig) -> View:
             holdout=config.eval.holdout,
             holdout_seed=config.seed,
             keep_untrained=config.data.keep_untrained,
+            keep_tails=config.data.keep_tails,
             default_overlong=not config.data.chose("overlong"),
         ),
     )
