@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import tiny
 from bench.forked import Forked
 from headway.account.errors import UserError
-from headway.bench.speed import SpeedOptions, bench_speed, differences
+from headway.bench import speed_peer, speed_table
+from headway.bench.speed import Race, SpeedOptions, bench_speed, differences
 from headway.bench.speed_documents import choose, short_ones
+from headway.bench.speed_process import Contestant, Round
 from headway.bench.speed_table import fall_of, lines, ratios, record
 from headway.config.load import load_run
 from headway.data.store import ShardFolder
@@ -136,9 +139,107 @@ def test_a_race_of_both_presets(run_file: Path, tmp_path: Path, monkeypatch: pyt
     assert abs(sum(row.share for row in fall_of(fast)[0].rows[1:]) - 1) < 1e-6
 
 
+@pytest.mark.parametrize(("alone", "expected"), [(False, "a0 b0 a1 b1 a2 b2"), (True, "a0 a1 a2 b0 b1 b2")])
+def test_rounds_in_turn_or_one_contestant_after_the_other(alone: bool, expected: str) -> None:
+    """On a GPU both would have to fit beside one another: there the second starts when the first has ended."""
+    made: list[str] = []
+    alive: set[str] = set()
+
+    class Fake(Contestant):
+        def start(self) -> None:
+            alive.add(self.name)
+            assert len(alive) == 1 or not alone
+            self.ready = {"notes": []}
+
+        def check(self) -> dict[str, Any]:
+            return {"nll": 2.0, "trained": 5}
+
+        def round(self) -> Round:
+            made.append(f"{self.name}{sum(each.startswith(self.name) for each in made)}")
+            return Round(1.0, 1.0, 8, 7, 5 if self.name == "a" else 4, 1)
+
+        def end(self) -> None:
+            alive.discard(self.name)
+
+    both = [Fake(name, [], Path("log")) for name in "ab"]
+    Race({"nll": 2.0, "trained": 5}, 5, 1e-4, SpeedOptions(rounds=2), lambda text: None).all(both, alone)
+    assert " ".join(made) == expected and not alive
+    assert [len(each.rounds) for each in both] == [2, 2]
+    assert not both[0].wrong and "trained 4 tokens in a round of 5" in both[1].wrong, "one that skips labels is named"
+
+
+def test_a_peer_that_dies_is_out_and_the_race_goes_on(run_file: Path, tmp_path: Path) -> None:
+    """The script ends at once (no TRL here, or no memory): hours of rounds must not be lost with it."""
+    dead = Contestant("trl", [sys.executable, "-c", "import sys; sys.exit('no memory')"], tmp_path / "trl.log")
+    ours = Contestant("fast", [sys.executable, "-c", _ANSWERS], tmp_path / "fast.log")
+    said: list[str] = []
+    race = Race({"nll": 2.0, "trained": 5}, 5, 1e-4, SpeedOptions(rounds=1), said.append)
+    race.all([dead, ours], False)
+    assert "trl ended with code 1: no memory" in dead.died and any(text.startswith("OUT: trl") for text in said)
+    assert len(ours.rounds) == 1 and not ours.died
+    result = SimpleNamespace(contestants=[dead, ours], one_by_one=False)
+    assert any("out of the race: trl" in text for text in speed_table._wrong(result))  # type: ignore[arg-type]
+    assert not any(text.startswith("trl") for text in speed_table._table(result))  # type: ignore[arg-type]
+    own = Contestant("naive", dead.command, tmp_path / "naive.log")
+    with pytest.raises(UserError, match="no memory"):
+        race.all([own], False)
+
+
+_ANSWERS = """
+import json, sys
+print(json.dumps(dict(event="ready", notes=[], versions={})), flush=True)
+for line in sys.stdin:
+    word = line.strip()
+    if word == "end":
+        break
+    print(json.dumps(dict(event=word, nll=2.0, trained=5, seconds=1, core_seconds=1, slots=8, tokens=7, steps=1)), flush=True)
+"""
+
+
+def test_a_peer_makes_the_widest_batch_that_the_memory_holds(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"model": load_run(run_file).config.model.path, "device": "cpu", "precision": "bf16", "dtype": "float32"}
+    holds = speed_peer.Trial(settings, 16)
+    inner = holds.model.forward
+
+    def forward(input_ids: Any, **arguments: Any) -> Any:
+        if input_ids.numel() > (80 if holds.model.is_gradient_checkpointing else 48):
+            raise torch.OutOfMemoryError("planted")
+        return inner(input_ids=input_ids, **arguments)
+
+    monkeypatch.setattr(holds.model, "forward", forward)
+    assert speed_peer.largest_fit(holds, 3) == speed_peer.Fit(3)
+    found = speed_peer.largest_fit(holds, 8)
+    assert (found.rows, found.recompute) == (4, True) and "4 rows at a time, 2 times a step" in str(found.note)
+    assert all(parameter.grad is None for parameter in holds.model.parameters())
+    with pytest.raises(SystemExit, match="one row"):
+        speed_peer.largest_fit(lambda rows, recompute: False, 8)
+
+
 def test_an_interpreter_that_is_not_there_is_said(run_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such interpreter"):
         bench_speed(run_file, SpeedOptions(peers=("hf",), peer_python="/no/python"), tmp_path / "r", lambda text: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": {"lora": {"rank": 4}}}, "model.lora"),
+        ({"train": {"precision": "float8"}}, "train.precision is float8"),
+        ({"model": {"path": None, "config": {"model_type": "llama"}}}, "model.path"),
+    ],
+)
+def test_what_would_not_be_the_same_work_is_refused(
+    run_file: Path, tmp_path: Path, change: dict[str, dict[str, Any]], said: str
+) -> None:
+    import yaml
+
+    raw = yaml.safe_load(run_file.read_text())
+    for section, values in change.items():
+        raw[section] = {key: value for key, value in (raw[section] | values).items() if value is not None}
+    other = run_file.with_name(f"{tmp_path.name}.yaml")
+    other.write_text(yaml.safe_dump(raw))
+    with pytest.raises(UserError, match=said):
+        bench_speed(other, SpeedOptions(), tmp_path / "r", lambda text: None)
 
 
 def test_the_peer_script_needs_no_headway() -> None:

@@ -1,9 +1,10 @@
 """`headway bench speed`: Headway's presets and other trainers side by side on the same documents, in turn.
 
 Every contestant has a process of its own and trains the same list of documents once a round; the rounds go round the
-contestants, so that a machine that slows down slows all of them. The first round warms up and is not counted. Before
-it, each contestant's own loss over a few documents is held against one document at a time in float32: one that leaks
-across documents or trains other tokens is named as wrong.
+contestants, so that a machine that slows down slows all of them (on a GPU, which holds one training and is nobody
+else's, each makes all its rounds in one go). The first round warms up and is not counted. Before the first, each
+contestant's own loss over a few documents is held against one document at a time in float32: one that leaks across
+documents or trains other tokens is named as wrong.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,7 @@ class SpeedOptions:
     """presets and peers compete; documents a round; rounds that count; warm_up: one round before them.
 
     resident: processes live through all rounds; otherwise each round has new ones, which warm up each time.
+    one_by_one: a contestant makes all its rounds before the next one starts; None: on a GPU.
     """
 
     presets: tuple[str, ...] = ("naive", "fast")
@@ -51,6 +54,7 @@ class SpeedOptions:
     warm_up: bool = True
     threads: int | None = None
     resident: bool = True
+    one_by_one: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class SpeedResult:
     device: str
     threads: int
     precision: str
+    one_by_one: bool
 
 
 def bench_speed(run_file: Path, options: SpeedOptions, scratch: Path, say: Say) -> SpeedResult:
@@ -74,8 +79,7 @@ def bench_speed(run_file: Path, options: SpeedOptions, scratch: Path, say: Say) 
     """
     _refuse_unknown(options)
     config = load_run(run_file).config
-    if config.model.path is None:
-        raise UserError(f"{run_file}: bench speed needs model.path: every contestant starts from the same weights")
+    _refuse_unequal(run_file, config)
     prepare_sources(config, say)
     view = training_view(config)
     chosen = choose(view, options.documents, config.seed)
@@ -83,13 +87,11 @@ def bench_speed(run_file: Path, options: SpeedOptions, scratch: Path, say: Say) 
     contestants = _contestants(config, options, settings, scratch)
     say(f"documents: {options.documents} of {chosen.population}, {chosen.tokens} tokens, {chosen.trained} trained")
     expected = reference_check(settings, scratch / "reference.log")
-    try:
-        _run(contestants, expected, chosen, options, settings, say)
-    finally:
-        for contestant in contestants:
-            contestant.end()
     device = choose_device(config.device)
     values = json.loads(settings.read_text(encoding="utf-8"))
+    alone = device.type == "cuda" if options.one_by_one is None else options.one_by_one
+    race = Race(expected, chosen.trained, SAME[values["precision"]], options, say)
+    race.all(contestants, alone)
     return SpeedResult(
         contestants,
         chosen,
@@ -98,48 +100,81 @@ def bench_speed(run_file: Path, options: SpeedOptions, scratch: Path, say: Say) 
         device.name,
         values["threads"],
         values["precision"],
+        alone,
     )
 
 
-def _run(
-    contestants: Sequence[Contestant],
-    expected: dict[str, Any],
-    chosen: Chosen,
-    options: SpeedOptions,
-    settings: Path,
-    say: Say,
-) -> None:
-    precision = json.loads(settings.read_text(encoding="utf-8"))["precision"]
-    for contestant in contestants:
-        contestant.start()
-        contestant.wrong += differences(contestant.check(), expected, SAME[precision])
-        for note in [*contestant.ready["notes"], *(f"WRONG: {text}" for text in contestant.wrong)]:
-            say(f"{contestant.name}: {note}")
-        if not options.resident:
-            contestant.end()
-    first = 0 if options.warm_up and options.resident else 1
-    for number in range(first, options.rounds + 1):
+@dataclass(frozen=True)
+class Race:
+    """expected: the reference's check. trained: labels of a round. tolerance: of the check's loss."""
+
+    expected: dict[str, Any]
+    trained: int
+    tolerance: float
+    options: SpeedOptions
+    say: Say
+
+    def all(self, contestants: Sequence[Contestant], one_by_one: bool) -> None:
+        """The whole race; no contestant lives when it ends."""
+        try:
+            for group in [[each] for each in contestants] if one_by_one else [contestants]:
+                self._run(group)
+                for contestant in group:
+                    contestant.end()
+        finally:
+            for contestant in contestants:
+                contestant.end()
+
+    def _run(self, contestants: Sequence[Contestant]) -> None:
+        """Checks these, then takes them round by round, in turn."""
         for contestant in contestants:
-            done = _one_round(contestant, options)
-            if done.trained != chosen.trained:
-                contestant.wrong.append(f"trained {done.trained} tokens in a round of {chosen.trained}")
-            if number:
-                contestant.rounds.append(done)
-            say(
-                f"{f'round {number}' if number else 'warm-up'}  {contestant.name:<8} {done.speed:8.1f} tokens/s  "
-                f"{done.seconds:7.1f} s  {done.steps} steps  {done.padding:5.1%} padding"
-            )
+            self._if_alive(contestant, self._check)
+        first = 0 if self.options.warm_up and self.options.resident else 1
+        for number in range(first, self.options.rounds + 1):
+            for contestant in contestants:
+                self._if_alive(contestant, partial(self._round, number))
 
+    def _if_alive(self, contestant: Contestant, step: Callable[[Contestant], None]) -> None:
+        """A peer that dies is out of the race, which goes on; one of Headway's own ends it."""
+        if contestant.died:
+            return
+        try:
+            step(contestant)
+        except UserError as error:
+            if contestant.name not in PEERS:
+                raise
+            contestant.died = str(error).removeprefix("bench speed: ")
+            contestant.end()
+            self.say(f"OUT: {contestant.died}")
 
-def _one_round(contestant: Contestant, options: SpeedOptions) -> Round:
-    if options.resident:
-        return contestant.round()
-    contestant.start()
-    if options.warm_up:
-        contestant.round()
-    done = contestant.round()
-    contestant.end()
-    return done
+    def _check(self, contestant: Contestant) -> None:
+        contestant.start()
+        contestant.wrong += differences(contestant.check(), self.expected, self.tolerance)
+        for note in [*contestant.ready["notes"], *(f"WRONG: {text}" for text in contestant.wrong)]:
+            self.say(f"{contestant.name}: {note}")
+        if not self.options.resident:
+            contestant.end()
+
+    def _round(self, number: int, contestant: Contestant) -> None:
+        done = self._one_round(contestant)
+        if done.trained != self.trained:
+            contestant.wrong.append(f"trained {done.trained} tokens in a round of {self.trained}")
+        if number:
+            contestant.rounds.append(done)
+        self.say(
+            f"{f'round {number}' if number else 'warm-up'}  {contestant.name:<8} {done.speed:8.1f} tokens/s  "
+            f"{done.seconds:7.1f} s  {done.steps} steps  {done.padding:5.1%} padding"
+        )
+
+    def _one_round(self, contestant: Contestant) -> Round:
+        if self.options.resident:
+            return contestant.round()
+        contestant.start()
+        if self.options.warm_up:
+            contestant.round()
+        done = contestant.round()
+        contestant.end()
+        return done
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> list[str]:
@@ -165,6 +200,18 @@ def _refuse_unknown(options: SpeedOptions) -> None:
             raise UserError(f"bench speed: no peer {name!r}; known: {', '.join(PEERS)}")
     if options.peer_python is not None and not Path(options.peer_python).is_file():
         raise UserError(f"bench speed: --peer-python {options.peer_python}: there is no such interpreter")
+
+
+def _refuse_unequal(run_file: Path, config: RunConfig) -> None:
+    """Raises UserError for what would not be the same work for all."""
+    if config.model.path is None:
+        raise UserError(f"{run_file}: bench speed needs model.path: every contestant starts from the same weights")
+    if config.model.lora is not None:
+        raise UserError(f"{run_file}: bench speed trains all weights: leave model.lora out")
+    if config.train.precision not in ("auto", "float32", "bfloat16"):
+        raise UserError(
+            f"{run_file}: train.precision is {config.train.precision}: bench speed compares auto, float32 or bfloat16"
+        )
 
 
 def _write_settings(config: RunConfig, view: View, chosen: Chosen, options: SpeedOptions, scratch: Path) -> Path:
@@ -194,11 +241,13 @@ def _write_settings(config: RunConfig, view: View, chosen: Chosen, options: Spee
         # size half empty, which no real run's is.
         "slots": max(config.data.seq_len, _up(1.01 * chosen.tokens / steps, 64)),
         "seq_len": config.data.seq_len,
-        "epochs": options.rounds + 2,
+        # A card's layers are compiled where a run is long enough: the race is of the run that it stands for, which is.
+        "epochs": 10_000 if device == "cuda" else options.rounds + 2,
         "lr": config.optim.lr,
         "seed": config.seed,
         "device": device,
         "precision": "bf16" if bf16 else "fp32",
+        "dtype": config.model.dtype,
         "threads": options.threads or torch.get_num_threads(),
     }
     path = scratch / "settings.json"
@@ -238,6 +287,7 @@ def _preset_config(config: RunConfig, preset: str, settings: dict[str, Any], scr
         "train.steps": None,
         "train.tokens": None,
         "train.epochs": settings["epochs"],
+        "train.precision": {"bf16": "bfloat16", "fp32": "float32"}[settings["precision"]],
         "train.global_batch_tokens": None,
         "train.global_batch_sequences": 1 if packed else ROWS,
         "eval.every": None,
@@ -247,6 +297,8 @@ def _preset_config(config: RunConfig, preset: str, settings: dict[str, Any], scr
         "checkpoint.memory_every": None,
         "checkpoint.at_end": False,
         "parallel.ranks": 1,
+        "parallel.replicate": 1,
+        "parallel.fsdp": None,
     }
     if packed:
         values["data.slots"] = settings["slots"]

@@ -8,10 +8,14 @@ Usage: python speed_peer.py NAME SETTINGS.json     commands on stdin (check, rou
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -50,10 +54,20 @@ def documents(path: str) -> list[dict[str, list[int]]]:
     return [{"input_ids": ids[a:b].tolist(), "labels": labels[a:b].tolist()} for a, b in spans]
 
 
-def load_model(settings: dict[str, Any]) -> Any:
+def load_model(settings: dict[str, Any], dtype: torch.dtype | None = None) -> Any:
+    """With weights in the run file's `model.dtype`, as Headway's."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(settings["model"], dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype or getattr(torch, settings["dtype"]))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Rows of a batch that the memory holds, and whether only with gradient checkpointing. note: why, or None."""
+
+    rows: int
+    recompute: bool = False
+    note: str | None = None
 
 
 def arguments(settings: dict[str, Any], rows: int, accumulate: int, recompute: bool) -> dict[str, Any]:
@@ -74,8 +88,9 @@ def arguments(settings: dict[str, Any], rows: int, accumulate: int, recompute: b
     }
 
 
-def plain_trainer(settings: dict[str, Any], data: list[dict[str, list[int]]], recompute: bool) -> Any:
-    """`transformers.Trainer`, batch 8, padding to the longest, its defaults."""
+def plain_trainer(settings: dict[str, Any], data: list[dict[str, list[int]]], fit: Fit) -> Any:
+    """`transformers.Trainer`, batch 8 (smaller ones accumulated where they do not fit), padding to the longest, its
+    defaults."""
     from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
     tokenizer = AutoTokenizer.from_pretrained(settings["tokenizer"])
@@ -84,20 +99,22 @@ def plain_trainer(settings: dict[str, Any], data: list[dict[str, list[int]]], re
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in data]
     return Trainer(
         model=load_model(settings),
-        args=TrainingArguments(**arguments(settings, settings["rows"], 1, recompute)),
+        args=TrainingArguments(**arguments(settings, fit.rows, settings["rows"] // fit.rows, fit.recompute)),
         train_dataset=rows,
         data_collator=DataCollatorForSeq2Seq(tokenizer),
     )
 
 
-def trl_trainer(settings: dict[str, Any], data: list[dict[str, list[int]]], recompute: bool) -> Any:
-    """TRL's SFTTrainer: best-fit packs of the sequence length, no padding, its chunked loss, no recompute."""
+def trl_trainer(settings: dict[str, Any], data: list[dict[str, list[int]]], fit: Fit) -> Any:
+    """TRL's SFTTrainer: best-fit packs of the sequence length, no padding, no recompute where that fits; Liger's
+    kernels on a GPU (where they can be imported), else its chunked loss."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
     config = SFTConfig(
-        **arguments(settings, 1, settings["packs_per_step"], recompute),
+        **arguments(settings, 1, settings["packs_per_step"], fit.recompute),
+        use_liger_kernel=uses_liger(settings),
         packing=True,
         packing_strategy="bfd",
         max_length=settings["seq_len"],
@@ -146,7 +163,7 @@ def check(trainer: Any) -> dict[str, Any]:
 
 def reference(settings: dict[str, Any]) -> dict[str, Any]:
     """The obvious computation that everybody is held against: one document at a time, float32, all logits."""
-    model = load_model(settings).eval()
+    model = load_model(settings, torch.float32).eval()
     if settings["device"] == "cuda":
         model.cuda()
     nll, trained = 0.0, 0
@@ -160,10 +177,72 @@ def reference(settings: dict[str, Any]) -> dict[str, Any]:
     return {"nll": nll, "trained": trained}
 
 
+def uses_liger(settings: dict[str, Any]) -> bool:
+    return settings["device"] == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+
+
+def fit_of(name: str, settings: dict[str, Any], data: list[dict[str, list[int]]]) -> Fit:
+    """The trainer's widest batch (rows as wide as the longest document, or one pack), or what memory holds of it."""
+    rows = settings["rows"] if name == "hf" else 1
+    if settings["device"] == "cpu":
+        reason = needs_recompute(settings, data, rows)
+        return Fit(rows, reason is not None, reason)
+    longest = max(len(row["input_ids"]) for row in data)
+    holds = Trial(settings, longest if name == "hf" else settings["seq_len"])
+    try:
+        return largest_fit(holds, rows)
+    finally:
+        del holds.model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def largest_fit(holds: Callable[[int, bool], bool], rows: int) -> Fit:
+    """All rows at once, else with gradient checkpointing, else ever fewer rows with it."""
+    if holds(rows, False):
+        return Fit(rows)
+    smaller = rows
+    while not holds(smaller, True):
+        if smaller == 1:
+            raise SystemExit(
+                "one row of the longest document does not fit into the memory, with gradient checkpointing"
+            )
+        smaller //= 2
+    note = "gradient checkpointing on: without it the widest batch does not fit"
+    if smaller < rows:
+        note += f"; {smaller} rows at a time, {rows // smaller} times a step"
+    return Fit(smaller, True, note)
+
+
+class Trial:
+    """Whether forward and backward of rows of `width` slots fit beside weights, gradients and AdamW's two moments."""
+
+    def __init__(self, settings: dict[str, Any], width: int) -> None:
+        self.settings, self.width = settings, width
+        self.model = load_model(settings).to(settings["device"]).train()
+
+    def __call__(self, rows: int, recompute: bool) -> bool:
+        if recompute:
+            self.model.gradient_checkpointing_enable()
+        loss = _moments = None  # held, or let go of, by name: the next try needs what they take
+        try:
+            batch = torch.zeros(rows, self.width, dtype=torch.int64, device=self.settings["device"])
+            weights = sum(p.numel() for p in self.model.parameters())
+            _moments = torch.empty(2 * weights, dtype=self.model.dtype, device=self.settings["device"])
+            with torch.autocast(self.settings["device"], torch.bfloat16, enabled=self.settings["precision"] == "bf16"):
+                loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+            loss.backward()
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            loss = _moments = None
+            self.model.zero_grad()
+            torch.cuda.empty_cache()  # else what a failed try left in pieces stands in the way of the next
+        return True
+
+
 def needs_recompute(settings: dict[str, Any], data: list[dict[str, list[int]]], rows: int) -> str | None:
-    """Why the widest batch does not fit into the memory that is free, from a small batch that was run; or None."""
-    if settings["device"] != "cpu":
-        return None
+    """Why the widest batch does not fit into a CPU's memory that is free, from a small batch that was run; or None."""
     import psutil
 
     model = load_model(settings).train()
@@ -181,7 +260,7 @@ def needs_recompute(settings: dict[str, Any], data: list[dict[str, list[int]]], 
         module.register_full_backward_hook(watch)
     loss.backward()
     watch()
-    weights = sum(p.numel() for p in model.parameters()) * 4
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
     per_slot = max(0, peak - before - weights) / slots
     needed = 4 * weights + per_slot * rows * max(len(row["input_ids"]) for row in data)
     free = psutil.virtual_memory().available
@@ -203,17 +282,17 @@ def main() -> None:
         answers.say(event="check", **reference(settings))
         return
     data = documents(settings["documents"])
-    rows = settings["rows"] if name == "hf" else 1
-    reason = needs_recompute(settings, data, rows)
-    notes = [reason] if reason else []
-    answers.say(event="ready", versions={lib: version(lib) for lib in LIBRARIES[name]}, notes=notes)
+    fit = fit_of(name, settings, data)
+    libraries = LIBRARIES[name] + (("liger-kernel",) if name == "trl" and uses_liger(settings) else ())
+    notes = [fit.note] if fit.note else []
+    answers.say(event="ready", versions={lib: version(lib) for lib in libraries}, notes=notes)
     build = BUILDERS[name]
     for line in sys.stdin:
         command = line.strip()
         if command == "check":
-            answers.say(event="check", **check(build(settings, documents(settings["check"]), bool(reason))))
+            answers.say(event="check", **check(build(settings, documents(settings["check"]), fit)))
         elif command == "round":
-            train(build(settings, data, bool(reason)), answers)
+            train(build(settings, data, fit), answers)
             return
         elif command == "end":
             return

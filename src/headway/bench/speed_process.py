@@ -45,7 +45,7 @@ class Round:
 
 @dataclass
 class Contestant:
-    """A name, how it is started, and what it has answered so far."""
+    """A name, how it is started, and what it has answered so far. died: how it ended before its last round, or ""."""
 
     name: str
     command: list[str]
@@ -54,6 +54,7 @@ class Contestant:
     ready: dict[str, Any] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    died: str = ""
     _process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:

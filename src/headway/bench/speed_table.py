@@ -39,12 +39,14 @@ def record(result: SpeedResult) -> dict[str, Any]:
         "device": result.device,
         "threads": result.threads,
         "precision": result.precision,
+        "one_by_one": result.one_by_one,
         "contestants": [
             {
                 "name": each.name,
                 "versions": each.ready.get("versions"),
                 "notes": each.ready.get("notes"),
                 "wrong": each.wrong,
+                "died": each.died or None,
                 "rounds": [
                     {
                         "tokens_per_second": done.speed,
@@ -61,7 +63,7 @@ def record(result: SpeedResult) -> dict[str, Any]:
         "ratios": {
             f"{last.name}/{each.name}": ratios(last, each)
             for each in result.contestants
-            if last is not None and each is not last
+            if last is not None and each is not last and not each.died
         },
     }
 
@@ -72,7 +74,8 @@ def _head(result: SpeedResult) -> Iterator[str]:
         f"{len(chosen.lengths)} documents of {chosen.population}, cut at {result.seq_len}: {chosen.tokens:,} tokens, "
         f"{chosen.trained:,} trained, once a round"
     )
-    yield f"{result.device}, {result.threads} threads, {result.precision}"
+    order = "one contestant after the other" if result.one_by_one else "the contestants in turn"
+    yield f"{result.device}, {result.threads} threads, {result.precision}, {order}"
     yield (
         f"in rows of eight padded to the longest, {result.population_padding:.1%} of the slots of all "
         f"{chosen.population:,} documents are padding"
@@ -82,6 +85,8 @@ def _head(result: SpeedResult) -> Iterator[str]:
 def _table(result: SpeedResult) -> Iterator[str]:
     yield f"{'':<10}{'effective tokens/s (min median max)':>38}{'padding':>9}{'steps':>7}  versions"
     for each in result.contestants:
+        if each.died:
+            continue
         speeds = [done.speed for done in each.rounds]
         spread = f"{min(speeds):.1f}  {statistics.median(speeds):.1f}  {max(speeds):.1f}"
         padding = statistics.median(done.padding for done in each.rounds)
@@ -97,7 +102,7 @@ def _ratio_table(result: SpeedResult) -> Iterator[str]:
     best = ours[-1]
     yield f"{best.name} over …, round by round:    by the clock (min median max)    per core-second"
     for each in result.contestants:
-        if each is not best:
+        if each is not best and not each.died:
             clock, cores = (
                 "".join(f"{value:6.2f} x" for value in ratios(best, each, by)) for by in ("speed", "core_speed")
             )
@@ -107,7 +112,9 @@ def _ratio_table(result: SpeedResult) -> Iterator[str]:
 def _wrong(result: SpeedResult) -> Iterator[str]:
     for each in result.contestants:
         yield from (f"{each.name} is WRONG: {problem}" for problem in dict.fromkeys(each.wrong))
-        yield from (f"{each.name}: {note}" for note in each.ready["notes"])
+        yield from (f"{each.name}: {note}" for note in each.ready.get("notes", ()))
+        if each.died:
+            yield f"out of the race: {each.died}"
 
 
 def _waterfalls(result: SpeedResult) -> Iterator[str]:

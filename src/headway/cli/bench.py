@@ -185,6 +185,12 @@ def speed(
     restart: Annotated[
         bool, typer.Option("--restart", help="A new process each round, where memory does not hold all at once.")
     ] = False,
+    one_by_one: Annotated[
+        bool | None,
+        typer.Option(
+            "--one-by-one/--in-turn", help="All rounds of a contestant before the next one (default: on a GPU)."
+        ),
+    ] = None,
     scratch: Annotated[Path | None, typer.Option(help="Folder to keep what is written (default: removed).")] = None,
     json: Json = False,
 ) -> int:
@@ -209,6 +215,7 @@ def speed(
         warm_up=warm_up,
         threads=threads,
         resident=not restart,
+        one_by_one=one_by_one,
     )
 
     def say(text: str) -> None:
