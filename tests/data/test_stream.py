@@ -13,6 +13,7 @@ from data.batch_check import check_batch
 from data.memory_store import MemoryStore, random_store
 from headway.account.errors import Refused, UserError
 from headway.data import stream as stream_module
+from headway.data.aside import FOREVER
 from headway.data.batch import IGNORE, PADDING_DOC
 from headway.data.global_batch import GlobalBatch, Position
 from headway.data.rectangular import GROUP, row_order
@@ -280,7 +281,9 @@ def test_quarantine_is_restored_from_its_record_alone() -> None:
     first = stream.view.locate(int(stream.global_batch(Position()).documents[0]))
     second = stream.view.locate(int(stream.global_batch(Position(1)).documents[0]))
     live = stream.with_quarantine([first], epoch=0).with_quarantine([second, first], epoch=1)
-    assert live.quarantine == {first: 0, second: 1}, "a document set aside twice stays set aside since the first time"
+    assert live.quarantine == {first: ((0, FOREVER),), second: ((1, FOREVER),)}, (
+        "a document set aside twice stays set aside since the first time"
+    )
     restored = Stream(stream.view, stream.options, quarantine=live.quarantine)
     for epoch in range(3):
         assert [ids(b) for b in restored.epoch(epoch)] == [ids(b) for b in live.epoch(epoch)]

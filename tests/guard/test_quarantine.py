@@ -97,6 +97,36 @@ def test_a_document_set_aside_again_after_its_release_is_out(tmp_path: Path, vie
     assert 3 not in documents(stream_of(view, again), 2)
 
 
+def test_set_aside_again_it_is_padding_where_it_was_back_and_nothing_else_moves(tmp_path: Path, view: View) -> None:
+    """It kept its first epoch: the epoch in progress was planned anew without it, and training met other documents."""
+    held = quarantine(tmp_path, view)
+    held.add([(3, Why("spike"))], Position(0, 2), step=5)
+    release(held.path, standing(read_ledger(held.path)))
+    again = quarantine(tmp_path, view)
+    again.join(held.state(), read_ledger(again.path), epoch=2)  # back in epoch 3
+    before, saved = stream_of(view, again), again.state()
+    looked_at = before.with_quarantine([(0, 3)], epoch=5)  # as the guard looks at a batch without it
+    again.add([(3, Why("spike"))], Position(5, 1), step=90)
+    resumed = quarantine(tmp_path, view)  # from a checkpoint of before
+    resumed.join(saved, read_ledger(resumed.path), epoch=5)
+    assert resumed.state() == again.state() == [[0, 3, 0, 2], [0, 3, 5, -1]]
+    for stream in (looked_at, stream_of(view, again), stream_of(view, resumed)):
+        for epoch in range(6):
+            assert [b.next for b in stream.epoch(epoch)] == [b.next for b in before.epoch(epoch)]
+            assert documents(stream, epoch) == [raw for raw in documents(before, epoch) if raw != 3]
+        assert not stream.plan(6).order[stream.view.pieces.raw[stream.plan(6).order] == 3].size
+    release(again.path, standing(read_ledger(again.path)))
+    last = quarantine(tmp_path, view)
+    last.join(again.state(), read_ledger(last.path), epoch=7)
+    assert last.state() == [[0, 3, 0, 2], [0, 3, 5, 7]]
+
+
+def test_a_lost_ledger_does_not_set_a_released_document_aside(tmp_path: Path, view: View) -> None:
+    held = quarantine(tmp_path, view)
+    held.join([[0, 3, 0, 2]], [], epoch=4)
+    assert held.state() == [[0, 3, 0, 2]] and not standing(read_ledger(held.path))
+
+
 def test_a_line_of_other_data_is_told_of_and_left_alone(tmp_path: Path, view: View) -> None:
     held = quarantine(tmp_path, view)
     line = Quarantined(

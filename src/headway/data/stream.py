@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
 
 from headway.account.errors import Refused, UserError
+from headway.data.aside import Key, Spans, is_left_out, is_masked, set_aside
 from headway.data.batch import BatchBuilder
 from headway.data.epoch import EpochPlan, PlanCache, packed_plan, rectangular_plan
 from headway.data.global_batch import GlobalBatch, Micro, Position
@@ -77,12 +78,10 @@ class Stream:
         view: View,
         options: StreamOptions,
         *,
-        quarantine: Mapping[tuple[int, int], int] | None = None,
-        released: Mapping[tuple[int, int], int] | None = None,
+        quarantine: Mapping[Key, Spans] | None = None,
         plans: PlanCache | None = None,
     ) -> None:
-        """``quarantine``: (store, document) -> the epoch in which it was set aside. ``released``: those that came back,
-        -> the last epoch that does without them.
+        """``quarantine``: the documents that are or were set aside.
 
         Raises UserError for options that make no sense and for documents that do not exist.
         """
@@ -90,32 +89,27 @@ class Stream:
         self.view = view
         self.options = options
         self.quarantine = dict(quarantine or {})
-        self.released = {document: epoch for document, epoch in (released or {}).items() if document in self.quarantine}
-        self._aside = {view.raw_id(store, doc): epoch for (store, doc), epoch in self.quarantine.items()}
-        self._back = {view.raw_id(store, doc): epoch for (store, doc), epoch in self.released.items()}
+        self._aside = {view.raw_id(store, doc): spans for (store, doc), spans in self.quarantine.items()}
         self._plans = plans or PlanCache()
         self._builder = BatchBuilder(view)
 
-    def with_quarantine(self, documents: Iterable[tuple[int, int]], *, epoch: int) -> Stream:
+    def with_quarantine(self, documents: Iterable[Key], *, epoch: int) -> Stream:
         """A stream without these (store, document) pairs, set aside during ``epoch``.
 
         Until that epoch ends their slots become padding and every other document stays where it was; later epochs are
         planned without them. Raises UserError for a document that does not exist.
         """
-        added = {document: min(epoch, self.quarantine.get(document, epoch)) for document in documents}
-        back = {document: last for document, last in self.released.items() if document not in added}
-        return Stream(self.view, self.options, quarantine=self.quarantine | added, released=back, plans=self._plans)
+        added = {document: set_aside(self.quarantine.get(document, ()), epoch) for document in documents}
+        return self.setting_aside(self.quarantine | added)
 
     def trimmed(self) -> Stream:
         """This stream with packs that end with their last document; what is in them, and where, stays."""
         options = replace(self.options, trim=True)
-        return Stream(self.view, options, quarantine=self.quarantine, released=self.released, plans=self._plans)
+        return Stream(self.view, options, quarantine=self.quarantine, plans=self._plans)
 
-    def setting_aside(
-        self, quarantine: Mapping[tuple[int, int], int], released: Mapping[tuple[int, int], int] | None = None
-    ) -> Stream:
+    def setting_aside(self, quarantine: Mapping[Key, Spans]) -> Stream:
         """This stream with exactly these documents set aside, as the constructor takes them."""
-        return Stream(self.view, self.options, quarantine=quarantine, released=released, plans=self._plans)
+        return Stream(self.view, self.options, quarantine=quarantine, plans=self._plans)
 
     def global_batch(self, position: Position) -> GlobalBatch:
         """The global batch that starts at ``position``; the last one of an epoch may be smaller.
@@ -136,7 +130,7 @@ class Stream:
         last = min(first + self.options.sequences_per_step, plan.sequences)
         stop = int(plan.offsets[last])
         pieces = plan.order[position.documents : stop]
-        masked = np.isin(self.view.pieces.raw[pieces], self._set_aside(position.epoch, masked=True))
+        masked = np.isin(self.view.pieces.raw[pieces], self._raw(is_masked, position.epoch))
         micro = self._micro(pieces, masked, plan.offsets[first : last + 1] - position.documents)
         real = pieces[~masked]
         lengths = self.view.pieces.length[real]
@@ -162,16 +156,12 @@ class Stream:
 
     def plan(self, epoch: int) -> EpochPlan:
         """The plan of an epoch, made when first asked for; two are kept. Raises UserError if the epoch is empty."""
-        left_out = frozenset(self._set_aside(epoch, masked=False))
+        left_out = frozenset(self._raw(is_left_out, epoch))
         return self._plans.get(epoch, left_out, lambda: self._make_plan(epoch, left_out))
 
-    def _set_aside(self, epoch: int, *, masked: bool) -> list[int]:
-        """Raw documents that an epoch has as padding, or (not `masked`) is planned without."""
-        return sorted(
-            raw
-            for raw, since in self._aside.items()
-            if (epoch <= since) is masked and not epoch > self._back.get(raw, epoch)
-        )
+    def _raw(self, are: Callable[[Spans, int], bool], epoch: int) -> list[int]:
+        """The raw documents that an epoch has as padding, or is planned without."""
+        return sorted(raw for raw, spans in self._aside.items() if are(spans, epoch))
 
     def steps_in_epoch(self, epoch: int) -> int:
         """Global batches of an epoch, the smaller last one included."""

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from headway.account.events import Quarantined
+from headway.data.aside import FOREVER, Key, Spans, is_aside, released, set_aside
 from headway.data.global_batch import Position
 from headway.data.stream import Stream
 from headway.data.view import View
@@ -22,9 +23,6 @@ from headway.record.jsonl import JsonlWriter, Lines, PatientWriter, read_jsonl
 _EXCERPT_TOKENS, _EXCERPT = 120, 240
 RELEASED = "released"
 """The reason of a line that takes an earlier one back."""
-
-Key = tuple[int, int]
-"""(number of the data source, document in it)"""
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,14 @@ class Why:
 class Quarantine:
     """The documents that a run does without. Every rank keeps the same list; rank 0 writes the ledger.
 
-    decode: token ids to text, for the excerpt. released: documents that came back, with the last epoch without them.
+    decode: token ids to text, for the excerpt. aside: also of documents that came back.
     """
 
     path: Path
     view: View
     writes: bool
     decode: Callable[[list[int]], str] | None = None
-    since: dict[Key, int] = field(default_factory=dict)
-    released: dict[Key, int] = field(default_factory=dict)
+    aside: dict[Key, Spans] = field(default_factory=dict)
     _writer: PatientWriter | None = None
 
     def flush(self) -> None:
@@ -62,7 +59,7 @@ class Quarantine:
 
     def stream(self, stream: Stream) -> Stream:
         """The same stream without these documents."""
-        return stream.setting_aside(self.since, self.released)
+        return stream.setting_aside(self.aside)
 
     def join(self, saved: Sequence[Sequence[int]], ledger: Iterable[Quarantined], epoch: int) -> list[str]:
         """Takes in a checkpoint's list (`state`) and the ledger as a run starts in `epoch`. Returns notes for the user.
@@ -72,49 +69,54 @@ class Quarantine:
         """
         notes: list[str] = []
         for store, document, since, until in saved:
-            self.since[store, document] = since
-            if until >= 0:
-                self.released[store, document] = until
-        known = dict(self.since)
+            spans = self.aside.get((store, document), ())
+            self.aside[store, document] = (*spans, (since, until if until >= 0 else FOREVER))
+        known = dict(self.aside)
         told: set[Key] = set()
+        dated: set[Key] = set()
         for line in ledger:
             key = self._key(line)
             if key is None:
                 notes.append(f"quarantine: {line.source}:{line.line} belongs to data that this run does not have")
-            elif line.reason == RELEASED:
-                if key in self.since and key not in self.released:
-                    self.released[key] = epoch
+                continue
+            spans = self.aside.get(key, ())
+            if line.reason == RELEASED:
+                # It bears the epoch of the line that it takes back, which may be an earlier one than what stands.
+                if is_aside(spans) and line.epoch >= spans[-1][0]:
+                    self.aside[key] = released(spans, epoch)
+                    dated.add(key)
                     notes.append(f"quarantine: {line.source}:{line.line} is released from epoch {epoch + 1} on")
             else:
                 told.add(key)
-                if key in self.released and key not in known:
-                    del self.released[key]  # set aside again after a release
-                self.since.setdefault(key, line.epoch)
-        missing = sorted(known.keys() - told)
+                # Else the checkpoint knows the line, and what came after it.
+                if not spans or key in dated or line.epoch > spans[-1][1]:
+                    self.aside[key] = set_aside(spans, line.epoch)
+        missing = sorted(key for key, spans in known.items() if is_aside(spans) and key not in told)
         if missing:
             notes.append(
                 f"quarantine: {len(missing)} documents that {self.path.name} does not list stay set aside, as the "
                 "checkpoint says; `headway data quarantine release` brings them back"
             )
-            for store, document in missing:
-                self._write(
-                    store, document, Why("set aside before; the ledger's line was lost"), 0, self.since[store, document]
-                )
-        if self.since:
-            notes.append(f"quarantine: {len(self.since) - len(self.released)} documents are set aside")
+            for key in missing:
+                self._write(*key, Why("set aside before; the ledger's line was lost"), 0, known[key][-1][0])
+        if self.aside:
+            notes.append(f"quarantine: {sum(map(is_aside, self.aside.values()))} documents are set aside")
         return notes
 
     def add(self, documents: Iterable[tuple[int, Why]], position: Position, step: int) -> None:
         """Sets raw documents aside from this epoch on."""
         for raw, why in documents:
-            store, document = self.view.locate(raw)
-            self.released.pop((store, document), None)
-            self.since.setdefault((store, document), position.epoch)
-            self._write(store, document, why, step, position.epoch, position.documents)
+            key = self.view.locate(raw)
+            self.aside[key] = set_aside(self.aside.get(key, ()), position.epoch)
+            self._write(*key, why, step, position.epoch, position.documents)
 
     def state(self) -> list[list[int]]:
-        """For a checkpoint: (source, document, since, until or -1), sorted."""
-        return [[*key, since, self.released.get(key, -1)] for key, since in sorted(self.since.items())]
+        """For a checkpoint: (source, document, since, until or -1) of every span, sorted."""
+        return [
+            [*key, since, until if until < FOREVER else -1]
+            for key, spans in sorted(self.aside.items())
+            for since, until in spans
+        ]
 
     def _key(self, line: Quarantined) -> Key | None:
         stores = [store.fingerprint for store in self.view.stores]
