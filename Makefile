@@ -24,7 +24,7 @@ test: setup
 # Triton beside a torch for CPUs is large and works in its interpreter only, so it is not part of `make test`.
 test-kernels: setup
 	$(PIP) torch triton
-	$(BIN)/python -m pytest tests/model/test_triton_kernels.py -q
+	$(BIN)/python -m pytest tests/model/test_triton_kernels.py tests/model/test_triton_attention.py -q
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from headway.account.errors import UserError
-from headway.model import attention, flash_attention, varlen_attention
+from headway.model import attention, flash_attention, recompute, triton_attention, varlen_attention
 from headway.model.attention import NAME, choose_path, headway_attention, register
 from headway.model.documents_attention import attend_documents
 from headway.model.flash_attention import attend_flash
@@ -222,6 +222,42 @@ def test_a_flash_package_says_why_it_cannot(monkeypatch):
     assert "softcap" in flash_attention.flash_cannot("flash3", half, half, half, softcap=3.0)
     assert "sinks" in flash_attention.flash_cannot("flash3", half, half, half, sinks=torch.zeros(2))
     assert "float32" in flash_attention.flash_cannot("flash3", half.float(), half.float(), half.float())
+
+
+def test_our_triton_attention_says_what_it_cannot(monkeypatch):
+    half = torch.empty(1, 2, 4, 64, dtype=torch.bfloat16)
+    cannot = triton_attention.triton_attention_cannot
+    assert "for CUDA" in cannot(half, half, half)
+    monkeypatch.setattr(triton_attention, "kernels_missing", lambda kind, index: None)
+    for head_dim in range(8, 257, 8):
+        x = torch.empty(1, 2, 4, head_dim, dtype=torch.float16)
+        assert cannot(x, x, x, window=3, softcap=2.0, scale=0.3) is None
+        assert triton_attention.padded(head_dim) in triton_attention._HOPPER.keys() & triton_attention._SMALL.keys()
+    wide = torch.empty(1, 2, 4, 264, dtype=torch.bfloat16)
+    for refused, options in {
+        "264": {},
+        "positive scale": {"scale": 0.0},
+        "sinks": {"sinks": wide},
+        "dropout": {"dropout": 0.1},
+    }.items():
+        x = wide if refused == "264" else half
+        assert refused in cannot(x, x, x, **options)
+    assert "float32" in cannot(half.float(), half.float(), half.float())
+    assert "another size" in cannot(half, half, half[..., :32])
+    assert attention.path_cannot("triton", half, half, half) is None
+
+
+def test_our_triton_attention_is_known_to_compilers_and_to_recompute():
+    """Shapes and types of its operators without running them; what they return is kept like torch's own attention."""
+    q, k = (torch.empty(10, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (12, 2))
+    out, level, bounds = triton_attention.packed_attention(
+        q, k, k, torch.empty(3, dtype=torch.int32, device="meta"), 1.0, 0, 0.0
+    )
+    assert (out.shape, level.shape, bounds.shape) == (q.shape, (6, 10, 2), (2, 10)), "a group of six: packs of two"
+    grads = triton_attention.packed_attention_backward(out, q, k, k, out, level, bounds, 1.0, 0, 0.0)
+    assert [(g.shape, g.dtype) for g in grads] == [(x.shape, x.dtype) for x in (q, k, k)]
+    kept = {str(op) for op in recompute._ATTENTION}
+    assert {"headway.packed_attention.default", "torch_attn._varlen_attn.default"} <= kept
 
 
 def test_a_measured_path_is_taken_only_where_it_can_compute_the_call(monkeypatch):

@@ -20,6 +20,7 @@ from headway.account.errors import UserError
 from headway.model.documents_attention import attend_documents
 from headway.model.flash_attention import MODULES, attend_flash, flash_cannot
 from headway.model.flex_attention import attend_flex
+from headway.model.triton_attention import attend_triton, triton_attention_cannot
 from headway.model.varlen_attention import attend_varlen, varlen_cannot
 
 log = logging.getLogger(__name__)
@@ -27,8 +28,8 @@ log = logging.getLogger(__name__)
 NAME = "headway"
 CHOSEN = "headway_attention_path"
 """Attribute of an attention module: the path that `fuse: auto` found fastest and right for its kind of call."""
-Path = Literal["documents", "varlen", "flex", "flash2", "flash3", "flash4"]
-PATHS: tuple[Path, ...] = ("documents", "varlen", "flex", "flash2", "flash3", "flash4")
+Path = Literal["documents", "varlen", "triton", "flex", "flash2", "flash3", "flash4"]
+PATHS: tuple[Path, ...] = ("documents", "varlen", "triton", "flex", "flash2", "flash3", "flash4")
 
 
 def register() -> None:
@@ -82,6 +83,8 @@ def path_cannot(path: Path, query: Tensor, key: Tensor, value: Tensor, **options
     """Why a path cannot compute this call, in words, or None. options: scale, window, softcap, sinks, dropout."""
     if path == "documents":
         return None
+    if path == "triton":
+        return triton_attention_cannot(query, key, value, **options)
     if query.device.type != "cuda":
         return "its kernels are for CUDA" if path != "flex" else "it has no backward on a CPU"
     if path == "varlen":
@@ -107,6 +110,8 @@ def attend(
     """Causal attention inside each document by one path that can: [1, H, S, D], key and value [1, K, S, D]."""
     if path == "varlen":
         return attend_varlen(query, key, value, cu_seqlens, max_seqlen, **options)
+    if path == "triton":
+        return attend_triton(query, key, value, cu_seqlens, softcap=softcap, **options)
     if path == "flex":
         return attend_flex(query, key, value, cu_seqlens, sinks=sinks, softcap=softcap, **options)
     if path in MODULES:

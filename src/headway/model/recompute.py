@@ -21,6 +21,7 @@ from headway.model.forward import inner_model
 from headway.plan.activations import Level
 
 _aten = torch.ops.aten
+_OPERATORS = (_aten, torch.ops.torch_attn, torch.ops.headway)
 # Dear to compute for the bytes their outputs take. Experts' grouped products are not among them: their outputs are
 # written over by the models.
 _PRODUCTS = {
@@ -37,8 +38,11 @@ _ATTENTION = {
         "_scaled_dot_product_cudnn_attention",
         "_flash_attention_forward",
         "_efficient_attention_forward",
+        "_varlen_attn",  # of torch's varlen_attn
+        "packed_attention",  # ours
     )
-    if (op := getattr(_aten, name, None)) is not None
+    for operators in _OPERATORS
+    if (op := getattr(operators, name, None)) is not None
 }
 
 
