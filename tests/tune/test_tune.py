@@ -21,6 +21,7 @@ from headway.account.tree import STEP
 from headway.cli.main import main
 from headway.config.load import load_run
 from headway.config.run import RunConfig
+from headway.guard.memory import SHARED_MEMORY
 from headway.prove.verify import verify
 from headway.train.data import prepare_sources
 from headway.train.step import Learner
@@ -28,7 +29,7 @@ from headway.tune.precision import LayerError, measure_layers, precision_lines, 
 from headway.tune.profile import Profile, decided, profile
 from headway.tune.registry import DATA, larger_micro_batch, pack, ranked
 from headway.tune.rounds import PROVED, Round, beside, changed, table, tune
-from headway.tune.write import Setting, as_overrides, given, tuned_path, tuned_text, why_not_the_same
+from headway.tune.write import Setting, as_overrides, given, own_name, tuned_path, tuned_text, why_not_the_same
 
 
 @pytest.fixture(scope="module")
@@ -263,10 +264,11 @@ def test_the_written_file_is_what_was_proved_however_the_run_file_is_written(tmp
     change = {"data.pack": "best_fit", "data.slots": 512, "train.global_batch_sequences": 3, "model.recompute": "auto"}
     proved = changed(load_run(path, overrides).config, change)
     settings = [*given(overrides, Path.cwd()), *(Setting(key, value, "won\nmuch") for key, value in change.items())]
+    settings.append(own_name(proved))
     text = "# head\n" + tuned_text(path.read_text(encoding="utf-8"), settings)
     assert why_not_the_same(text, proved, path) == "", text
     assert text.count("# from the command line") == len(overrides)
-    assert load_run(path, as_overrides(settings)).config == proved
+    assert load_run(path, as_overrides(settings)).config == proved.model_copy(update={"name": "001.tuned"})
     assert ("global_batch_tokens: 2048" in text.replace('"', "")) == ("2048" in SHAPES[shape]), "nothing is lost"
     assert all(f"# {words}" in text for words in ("mine", "of data", "nothing") if f"# {words}" in SHAPES[shape])
 
@@ -283,6 +285,9 @@ def test_a_profile_of_the_real_thing_and_its_proof(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = naive(run_file)
+    shared_memory = tmp_path / "shm"
+    shared_memory.mkdir()
+    monkeypatch.setenv(SHARED_MEMORY, str(shared_memory))
     handlers = []
     learn = Learner.learn
 
@@ -300,6 +305,7 @@ def test_a_profile_of_the_real_thing_and_its_proof(
     assert verify(config, packed, tmp_path / "v", steps=2, held_out=1, say=lambda text: None).verdict.same
     usual = tuple(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))
     assert len(handlers) == 3 + 3 + 3 * 2 and set(handlers) == {usual}, "Ctrl-C ends the command, not the next save"
+    assert not list(shared_memory.iterdir()), "every trial left a claim on memory checkpoints in /dev/shm"
 
 
 def test_precision_names_the_module_that_errs(run_file: Path, tmp_path: Path) -> None:
@@ -353,7 +359,15 @@ def test_the_command_writes_a_file_that_stands_alone(
     assert code == 0 and f"written: {written}" in out
     config = load_run(written).config
     assert (config.preset, config.data.rows, config.data.pack) == ("naive", 4, "best_fit")
-    written.unlink()
+    own = load_run(run_file).config
+    assert config.folder == own.folder.with_name("tiny.tuned"), "beside the run of the run file, which says name: tiny"
+    unnamed = run_file.with_name("other.yaml")
+    unnamed.write_text(run_file.read_text().replace("name: tiny\n", ""))
+    assert command(capsys, unnamed, *quick)[0] == 0
+    text = tuned_path(unnamed).read_text()
+    assert load_run(tuned_path(unnamed)).config.name == "other.tuned" and "\nname:" not in text
+    for path in (written, tuned_path(unnamed)):
+        path.unlink()
 
 
 @pytest.mark.parametrize("json", [False, True])
@@ -371,7 +385,8 @@ def test_a_file_that_would_be_another_training_is_not_written_but_told(
     code, out, said = command(capsys, other, *quick[:2], *(["--json"] if json else []))
     assert code == 3 and "is not written" in said and "at most one of" in said and not tuned_path(other).exists()
     overrides = yaml.safe_load(out)["overrides"] if json else shlex.split(out.splitlines()[-1].split(other.name)[1])
-    assert load_run(other, overrides).config.data.pack == "best_fit" and "preset=naive" in overrides
+    config = load_run(other, overrides).config
+    assert (config.data.pack, config.name) == ("best_fit", "tiny.tuned") and "preset=naive" in overrides
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -11,6 +11,7 @@ import typer
 from headway.cli import bench_diagnose
 from headway.cli.output import print_json
 from headway.cli.paths import out_path
+from headway.cli.scratch import scratch_folder
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -201,7 +202,6 @@ def speed(
     Example: headway bench speed run.yaml --peers hf,trl --peer-python peers/bin/python
     """
     import sys
-    import tempfile
 
     from headway.bench.speed import SpeedOptions, bench_speed
     from headway.bench.speed_table import lines, record
@@ -221,8 +221,8 @@ def speed(
     def say(text: str) -> None:
         print(text, file=sys.stderr if json else sys.stdout, flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="headway-speed-") as temporary:
-        result = bench_speed(run_file, options, scratch or Path(temporary), say)
+    with scratch_folder("speed") as temporary:
+        result = bench_speed(run_file, options, scratch or temporary, say)
         if json:
             print_json(record(result))
         else:
@@ -289,13 +289,11 @@ def spikes(
 
     Example: headway bench spikes run.yaml --injections 100 --clean 200000
     """
-    from tempfile import TemporaryDirectory
-
     from headway.bench.spikes import inject, stream_lines
     from headway.config.load import load_run
 
     lines = stream_lines(clean, seed) if clean else []
     if run_file is not None:
-        with TemporaryDirectory() as scratch:
-            lines += inject(load_run(run_file, []).config, Path(scratch), steps, injections, seed).lines()
+        with scratch_folder("spikes") as scratch:
+            lines += inject(load_run(run_file, []).config, scratch, steps, injections, seed).lines()
     print_json({"lines": lines}) if json else print("\n".join(lines))

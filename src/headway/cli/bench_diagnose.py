@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from headway.cli.output import print_json
+from headway.cli.scratch import scratch_folder
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -43,14 +44,12 @@ def fuzz(
 
     Example: headway bench diagnose-fuzz --inputs 5000 --seed 7
     """
-    import tempfile
-
     from headway.bench.diagnose_fuzz import WrongSum
     from headway.bench.diagnose_fuzz import fuzz as run
 
-    with tempfile.TemporaryDirectory(prefix="headway-fuzz-") as folder:
+    with scratch_folder("fuzz") as folder:
         try:
-            found = run(Path(folder), inputs, seed)
+            found = run(folder, inputs, seed)
         except WrongSum as error:
             print(error)
             return 1
@@ -71,12 +70,10 @@ def reader(
 
     Example: headway bench diagnose-reader --megabytes 250 --peer-python hta/bin/python
     """
-    import tempfile
-
     from headway.bench.diagnose_reader import compare, write_trace
 
-    with tempfile.TemporaryDirectory(prefix="headway-reader-") as folder:
-        path = trace or Path(folder) / "made.json"
+    with scratch_folder("reader") as folder:
+        path = trace or folder / "made.json"
         if trace is None:
             write_trace(path, megabytes * 1_000_000)
         found = compare(path, rounds, peer_python)

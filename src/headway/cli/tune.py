@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
-import tempfile
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headway.cli.output import print_json
+from headway.cli.scratch import scratch_folder
 
 if TYPE_CHECKING:
+    from headway.config.load import LoadedRun
     from headway.config.run import RunConfig
     from headway.tune.write import Setting
 
@@ -49,22 +46,23 @@ def tune(
     from headway.train.data import prepare_sources
     from headway.tune.write import tuned_path
 
-    config = load_run(run_file, overrides or []).config
+    loaded = load_run(run_file, overrides or [])
+    config = loaded.config
     if not precision:  # before the hours of work: neither can be mended at their end
         refuse_measured_precision("tune", config)
         if problem := why_not_written(written := tuned_path(run_file), str(written)):
             raise UserError(f"{written} {problem}; tune writes what it finds there")
     prepare_sources(config, _say, None if json else progress())
-    with _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="headway-tune-") as scratch:
+    with scratch_folder("tune") as scratch:
         if precision:
-            return _precision(config, Path(scratch), json)
-        return _tune(run_file, overrides or [], config, Path(scratch), steps, verify_steps, most_seconds, against, json)
+            return _precision(config, scratch, json)
+        return _tune(run_file, overrides or [], loaded, scratch, steps, verify_steps, most_seconds, against, json)
 
 
 def _tune(
     run_file: Path,
     overrides: list[str],
-    config: RunConfig,
+    loaded: LoadedRun,
     scratch: Path,
     steps: int,
     verify_steps: int,
@@ -78,7 +76,7 @@ def _tune(
     from headway.tune.profile import Profile, profile
     from headway.tune.rounds import Round, beside, table
     from headway.tune.rounds import tune as run_tune
-    from headway.tune.write import as_overrides, given, tuned_path
+    from headway.tune.write import as_overrides, given, own_name, tuned_path
 
     other = None
     if against is not None:  # before the minutes of work: the name may be wrong
@@ -102,17 +100,18 @@ def _tune(
     def tell(done: Round) -> None:
         _say(f"{done.remedy.name}: {done.verdict}" + ("" if done.measured is None else f" ({done.measured:+.1%})"))
 
-    found = run_tune(config, measure, check, tell)
+    found = run_tune(loaded.config, measure, check, tell)
     if not json:
         print("\n".join(table(found)), flush=True)
     record = _record(found)
     shares: list[float] = []
-    settings = [*given(overrides, Path.cwd()), *_kept(found)]
-    text, problem = _text(run_file, settings, found)
+    settings, name = [*given(overrides, Path.cwd()), *_kept(found)], own_name(loaded.config)
+    # Without a name of its own the file's name counts, which is the same.
+    text, problem = _text(run_file, [*settings, name] if "name" in loaded.provenance.origins else settings, found)
     try:
         written = tuned_path(run_file)
         if problem:
-            record["overrides"] = as_overrides(settings)
+            record["overrides"] = as_overrides([*settings, name])
             _say(f"headway: {written} is not written: it would not be what was proved: {problem}")
             if not json:
                 print(f"what was proved: headway train {shlex.join([str(run_file), *record['overrides']])}", flush=True)
@@ -185,23 +184,6 @@ def _precision(config: RunConfig, scratch: Path, json: bool) -> int:
     else:
         print("\n".join(precision_lines(found)))
     return 0
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM leaves by the way of Ctrl-C, past what takes the scratch folder away; it would stay in /tmp."""
-
-    def leave(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():  # only there can handlers be installed
-        yield
-        return
-    former = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if former is None else former)
 
 
 def _say(text: str) -> None:

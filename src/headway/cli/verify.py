@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ import typer
 
 from headway.cli.output import print_json
 from headway.cli.paths import is_no_input, out_path
+from headway.cli.scratch import scratch_folder
 
 
 def verify(
@@ -54,8 +54,8 @@ def verify(
         if show:
             print(f"\r{text[:100]}\033[K", end="", file=sys.stderr, flush=True)
 
-    with tempfile.TemporaryDirectory(prefix="headway-verify-") as scratch:
-        found = run_verify(first, second, Path(scratch), steps=steps, held_out=held_out, say=say, seed_band=seed)
+    with scratch_folder("verify") as scratch:
+        found = run_verify(first, second, scratch, steps=steps, held_out=held_out, say=say, seed_band=seed)
     if show:
         print(file=sys.stderr)
     if html is not None:

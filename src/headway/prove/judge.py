@@ -12,36 +12,15 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from headway.prove.comparison import FLOOR, WIDTH, Test, worst
 from headway.prove.sample import apart, by_layer, cosine, gain, layer_of
 from headway.prove.trajectory import Trajectory
-
-WIDTH = 8.0
-"""How many bands wide honest differences may be: one run of A is a single draw of its noise."""
-
-FLOOR = 2e-5
-"""Relative difference that is never held against B: a few hundred roundings of float32."""
+from headway.prove.way import ways
 
 GAIN = 0.002
-UPDATE_GAIN = 0.05
-"""Share by which a layer's gradient, and the whole way of its weights, may be longer or shorter."""
-
-
-@dataclass(frozen=True)
-class Test:
-    """One comparison: value against limit; where: step or layer with the worst ratio of both."""
-
-    name: str
-    value: float
-    limit: float
-    where: str
-    band: float
-
-    @property
-    def passed(self) -> bool:
-        return self.value <= self.limit  # false for NaN
+"""Share by which a layer's gradient may be longer or shorter."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +64,7 @@ def judge(
         _over_steps("loss per step", loss, [_of_mean(shared, count) for count in a.tokens]),
         _over_steps("gradient norm per step", norm, [shared] * len(norm)),
         *_gradients(a, b, twin, shared),
-        *_update(a, b, twin),
+        *ways(a, b, twin, shared),
         Test("held-out loss", held, max(WIDTH * held_band, FLOOR, _of_mean(shared, a.held_tokens)), "end", held_band),
     ]
     return Verdict(
@@ -128,7 +107,7 @@ def _over_steps(name: str, pairs: Sequence[tuple[float, float]], floors: Sequenc
         Test(name, value, max(WIDTH * band, FLOOR, floor), f"step {n + 1}", band)
         for n, ((value, band), floor) in enumerate(zip(pairs, floors, strict=True))
     ]
-    return _worst(rows)
+    return worst(rows)
 
 
 def _of_mean(each: float, count: int) -> float:
@@ -139,6 +118,9 @@ def _gradients(a: Trajectory, b: Trajectory, twin: Trajectory, shared: float) ->
     turned, longer, tensors_turned, tensors_longer = [], [], [], []
     known: dict[str, float] = {}
     for step, tensors in a.gradients.items():
+        # Once the weights have parted, what they change in a gradient may be all length (one element of LoRA's B that
+        # goes the other way): only at the first step is the length known better than the direction.
+        parted = WIDTH if step else 1.0
         layers, other, own = (by_layer(side.gradients[step]) for side in (a, b, twin))
         bands = {layer: apart(vector, own[layer]) for layer, vector in layers.items()}
         for layer, vector in layers.items():
@@ -148,17 +130,17 @@ def _gradients(a: Trajectory, b: Trajectory, twin: Trajectory, shared: float) ->
             # Independent noise of relative size r hardly moves the length as the twin sees it; rounding to a half type
             # is not independent of what it rounds, and may move it by a share of r.
             off = abs(gain(other[layer], vector, own[layer]) - 1)
-            longer.append(Test("gradient length per layer", off, max(GAIN, band, shared), where, band))
+            longer.append(Test("gradient length per layer", off, max(GAIN, parted * band, shared), where, band))
         for name, vector in tensors.items():
             layer = layer_of(name)
             floor = max(FLOOR, shared) * float(layers[layer].norm())
             sides = (vector, b.gradients[step][name], twin.gradients[step][name])
             # A small tensor's twin may agree by luck: its band is no less than the layer's, nor than at earlier steps.
             known[name] = max(known.get(name, 0.0), bands[layer], _noise(vector, sides[2], floor))
-            rows = _tensor(f"{name}, step {step + 1}", sides, floor, known[name], shared)
+            rows = _tensor(f"{name}, step {step + 1}", sides, floor, known[name], shared, parted)
             tensors_turned.append(rows[0])
             tensors_longer.extend(rows[1:])
-    yield from (_worst(rows) for rows in (turned, longer, tensors_turned, tensors_longer) if rows)
+    yield from (worst(rows) for rows in (turned, longer, tensors_turned, tensors_longer) if rows)
 
 
 def _noise(a: Tensor, other: Tensor, floor: float) -> float:
@@ -166,34 +148,24 @@ def _noise(a: Tensor, other: Tensor, floor: float) -> float:
     return float((a - other).norm()) / max(float(a.norm()), floor, 1e-300)
 
 
-def _tensor(where: str, sides: tuple[Tensor, Tensor, Tensor], floor: float, band: float, shared: float) -> list[Test]:
+def _tensor(
+    where: str, sides: tuple[Tensor, Tensor, Tensor], floor: float, band: float, shared: float, parted: float
+) -> list[Test]:
     """One tensor of A, B and the twin: a layer's other tensors drown what happens to q, k, a router or a bias."""
     a, b, twin = sides
     limit = max(WIDTH * band, 10 * FLOOR, floor / max(float(a.norm()), floor, 1e-300))
     rows = [Test("gradient per tensor", _noise(a, b, floor), limit, where, band)]
+    band = max(band, apart(a, twin))  # in units of its own length, however small that is
     if band < 0.5:  # above, its direction is noise, and length along it means nothing
         off = abs(gain(b, a, twin) - 1)
-        rows.append(Test("gradient length per tensor", off, max(GAIN, _few(a, band), shared), where, band))
+        limit = max(GAIN, _few(a, band, parted), shared)
+        rows.append(Test("gradient length per tensor", off, limit, where, band))
     return rows
 
 
-def _few(vector: Tensor, band: float) -> float:
+def _few(vector: Tensor, band: float, parted: float) -> float:
     """How far noise of relative size WIDTH * band may move the length: with few elements it does not average out."""
-    return band * (1 + WIDTH / math.sqrt(max(vector.numel(), 1)))
-
-
-def _update(a: Trajectory, b: Trajectory, twin: Trajectory) -> Iterator[Test]:
-    """Each layer whose way A's two runs agree on, and all layers as one vector: noise hides what a small layer did."""
-    ways, other, own = (by_layer(side.update) for side in (a, b, twin))
-    layers = [layer for layer, vector in ways.items() if vector.any() or other[layer].any()]
-    rows = [_way(layer, ways[layer], other[layer], own[layer]) for layer in layers]
-    whole = [torch.cat([side[layer] for layer in layers]) for side in (ways, other, own)]
-    yield _worst([*(row for row in rows if row.band < 0.5), _way("all layers", *whole)])
-
-
-def _way(layer: str, a: Tensor, b: Tensor, twin: Tensor) -> Test:
-    band = 1 - cosine(a, twin)
-    return Test("way of the weights", abs(gain(b, a, twin) - 1), max(UPDATE_GAIN, band / 2), layer, band)
+    return band * (parted + WIDTH / math.sqrt(max(vector.numel(), 1)))
 
 
 def _cosines(a: Trajectory, b: Trajectory, twin: Trajectory) -> Iterator[tuple[int, str, float, float]]:
@@ -201,7 +173,3 @@ def _cosines(a: Trajectory, b: Trajectory, twin: Trajectory) -> Iterator[tuple[i
         layers, other, own = (by_layer(side.gradients[step]) for side in (a, b, twin))
         for layer, vector in layers.items():
             yield step + 1, layer, cosine(vector, other[layer]), cosine(vector, own[layer])
-
-
-def _worst(rows: Sequence[Test]) -> Test:
-    return max(rows, key=lambda row: (not row.passed, row.value / row.limit if math.isfinite(row.value) else math.inf))

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import signal
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from headway.account.events import Observer
 from headway.account.run_clock import RunClock
 from headway.config.run import RunConfig
 from headway.data.batch import Batch
 from headway.data.view import View
+from headway.guard.memory import SHARED_MEMORY
 from headway.prove.rebatch import micro_batches
 from headway.train.build import build_run
 from headway.train.evaluate import held_out_sums
 from headway.train.run import Run
+
+MUON = 2.0**-8
+"""One unit of rounding of bfloat16, which Muon computes in."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,11 @@ class Trainee:
 
     def __init__(self, config: RunConfig, scratch: Path, *, noise: float = 0.0, reorder: int = 0) -> None:
         self.config, self.reorder = config, reorder
-        self.run: Run = build_run(prepared(config, scratch), None, RunClock(), observers=list, say=lambda text: None)
+        self.run = build_apart(config, scratch)
         self.run.supply.close()  # its batches are not wanted
-        self.run.stop.close()  # nothing here looks at it: a signal ends the command, as before
         if noise:
             self._shake(noise)
+            self._shake_what_muon_rounds()
         for module in self.module.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # its draws depend on the batches' shape: no two layouts could agree
@@ -77,7 +84,6 @@ class Trainee:
 
     def close(self) -> None:
         """Lets go of the folder and of the signals. The process stays usable for the next trainee."""
-        self.run.stop.close()
         self.run.lock.release()
         self.run.reporter.rank_file.close()
 
@@ -89,6 +95,50 @@ class Trainee:
                     by = torch.rand(parameter.shape, generator=generator).sub_(0.5).mul_(2 * noise).add_(1.0)
                     parameter.mul_(by.to(parameter.device, parameter.dtype))
 
+    def _shake_what_muon_rounds(self) -> None:
+        """One unit of rounding of bfloat16 on the gradients that Muon takes: it orthogonalises in bfloat16 whatever the
+        run's precision (torch.optim.Muon), where what two runs share or not is a matter of single roundings."""
+        generator = torch.Generator().manual_seed(1 + self.reorder)
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def shake(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+                kept.append((parameter, parameter.grad))
+                by = torch.rand(parameter.shape, generator=generator).sub_(0.5).mul_(2 * MUON).add_(1.0)
+                parameter.grad = parameter.grad * by.to(parameter.device, parameter.grad.dtype)
+
+        def put_back(*_: object) -> None:
+            for parameter, grad in kept:
+                parameter.grad = grad
+            kept.clear()
+
+        for optimizer in self.run.learner.optimizers.items:
+            if isinstance(optimizer, torch.optim.Muon):
+                optimizer.register_step_pre_hook(shake)
+                optimizer.register_step_post_hook(put_back)
+
+
+def build_apart(config: RunConfig, scratch: Path, observers: Callable[[], Sequence[Observer]] = list) -> Run:
+    """A run that leaves nothing outside `scratch`, whatever ends it: its memory tier is claimed there, not in /dev/shm.
+
+    Nothing looks at its signals: one ends the command, as before.
+    """
+    memory = scratch / "memory"
+    memory.mkdir(parents=True, exist_ok=True)
+    former = os.environ.get(SHARED_MEMORY)
+    os.environ[SHARED_MEMORY] = str(memory)
+    try:
+        run = build_run(prepared(config, scratch), None, RunClock(), observers=observers, say=lambda text: None)
+    finally:
+        os.environ.pop(SHARED_MEMORY)
+        if former is not None:
+            os.environ[SHARED_MEMORY] = former
+    run.stop.close()
+    if run.stop.requested:  # it came while the run was built
+        run.lock.release()
+        signal.raise_signal(run.stop.signal)
+    return run
+
 
 def prepared(config: RunConfig, scratch: Path) -> RunConfig:
     """The configuration for a run that is driven by hand: nothing saved, nothing shown, one rank."""
@@ -96,6 +146,6 @@ def prepared(config: RunConfig, scratch: Path) -> RunConfig:
     values["out"], values["name"] = scratch, "trainee"
     values["data"]["shards"] = config.shards
     values["log"].update(quiet=True, tensorboard=False)
-    values["checkpoint"].update(every=None, memory_every=None, at_end=False, resume="auto")
+    values["checkpoint"].update(every=None, memory_every=None, at_end=False, resume="auto", remote=None)
     values["parallel"].update(ranks=1)
     return RunConfig.model_validate(values)

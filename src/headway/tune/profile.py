@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,8 @@ import torch
 
 from headway.account.account import Account
 from headway.account.events import Flops, StepLine
-from headway.account.run_clock import RunClock
 from headway.config.run import RunConfig
-from headway.prove.trainee import prepared
-from headway.train.build import build_run
+from headway.prove.trainee import build_apart
 from headway.train.step_lines import StepLines, account_of
 
 
@@ -73,11 +70,8 @@ def profile(
         UserError: the configuration cannot be built, or does not fit into memory.
     """
     lines = StepLines()
-    run = build_run(prepared(config, scratch), None, RunClock(), observers=lambda: [lines], say=lambda text: None)
-    run.stop.close()  # nothing here looks at it: a signal ends the command, as before
+    run = build_apart(config, scratch, lambda: [lines])
     try:
-        if run.stop.requested:  # it came while the run was built
-            signal.raise_signal(run.stop.signal)
         run.start()
         tokens, began = 0, 0.0
         for done in range(-warm_up, steps):

@@ -33,6 +33,12 @@ def tuned_path(run_file: Path) -> Path:
     return run_file.with_name(f"{run_file.stem}.tuned{run_file.suffix}")
 
 
+def own_name(config: RunConfig) -> Setting:
+    """A name for the tuned run. Under the run file's own it would meet that run's folder and store, and be refused
+    there for its packs, or go on from its checkpoints."""
+    return Setting("name", f"{config.name}.tuned", f"tuned: a run of its own, beside {config.name}")
+
+
 def given(overrides: Sequence[str], cwd: Path) -> list[Setting]:
     """Overrides as settings of a file: their relative paths, which start from `cwd`, are absolute."""
     layer = override_layer(overrides, cwd)
@@ -64,10 +70,12 @@ def tuned_text(text: str, settings: Iterable[Setting]) -> str:
 
 
 def why_not_the_same(text: str, proved: RunConfig, run_file: Path) -> str:
-    """How a text, read as a run file beside `run_file`, differs from what was proved; empty where it does not."""
+    """How a text, read as a run file beside `run_file`, differs from what was proved, under a name of its own; empty
+    where it does not."""
     written, folder = tuned_path(run_file), run_file.resolve().parent
+    proved = proved.model_copy(update={"name": own_name(proved).value})
     try:
-        loaded = load_text(text, label=str(written), folder=folder, name=str(proved.name), cwd=Path.cwd()).config
+        loaded = load_text(text, label=str(written), folder=folder, name=written.stem, cwd=Path.cwd()).config
     except UserError as error:
         return str(error)
     return "; ".join(str(each) for each in config_diff(proved, loaded))
