@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -100,6 +102,7 @@ def test_a_name_that_the_locale_cannot_write_is_one_line(
 
 _JOINED = """
 import sys
+import time
 from headway.cli.main import _join_commands
 _join_commands()
 print(*sorted(name for name in sys.modules if name.startswith("headway.plan") or "." not in name))
@@ -112,3 +115,35 @@ def test_a_start_imports_no_more_of_the_planner_than_its_kinds_of_numbers() -> N
     found = set(done.stdout.split())
     assert {name for name in found if name.startswith("headway.")} == {"headway.plan", "headway.plan.numbers"}
     assert not found & {"numpy", "yaml", "torch", "transformers", "pydantic"}
+
+
+@pytest.mark.parametrize(
+    ("code", "expected", "said"), [("None", 0, ""), ("3", 3, ""), ("'no such file'", 1, "no such file\n")]
+)
+def test_leaving_does_what_the_interpreter_does_at_its_end(code: str, expected: int, said: str) -> None:
+    """What is buffered is written, threads are waited for, handlers run; only modules are not taken apart."""
+    script = f"""
+import atexit, threading, time
+from headway.cli.entry import _leave
+class Torn:
+    def __del__(self): print("torn down")
+kept = Torn()
+atexit.register(print, "handler")
+def late():
+    time.sleep(0.2)
+    print("thread")
+threading.Thread(target=late).start()
+print("text", end=" ")
+_leave({code})
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (expected, "text thread\nhandler\n", said)
+
+
+def test_the_age_of_the_process_is_its_own_to_a_tick() -> None:
+    """A session must not begin before its command: psutil knows the machine's start to a second only."""
+    script = "from headway.account.run_clock import process_age_ns\nprint(process_age_ns())"
+    for _ in range(3):
+        before = time.monotonic_ns()
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+        assert 0 < int(done.stdout) <= time.monotonic_ns() - before + 2 * 10**9 // os.sysconf("SC_CLK_TCK")

@@ -31,13 +31,18 @@ class PhaseWatch(Protocol):
 def process_age_ns() -> int:
     """How long this process (or the launcher that started it) has lived, in nanoseconds."""
     launched = os.environ.get(LAUNCHED_AT)
-    if launched is None:
+    if launched is not None:
+        return max(0, int((time.time() - float(launched)) * 1e9))
+    try:
+        with open("/proc/self/stat", encoding="utf-8", errors="replace") as file:
+            # After the name, which may hold anything: the 22nd field of proc(5), in ticks since the machine's start.
+            started = int(file.read().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0, int((time.clock_gettime(time.CLOCK_BOOTTIME) - started) * 1e9))
+    except (OSError, ValueError, IndexError, AttributeError):  # no Linux
         import psutil
 
-        launched_at = psutil.Process().create_time()
-    else:
-        launched_at = float(launched)
-    return max(0, int((time.time() - launched_at) * 1e9))
+        # By the wall clock: psutil knows the machine's start to a second, and that clock may have been set since.
+        return max(0, int((time.time() - psutil.Process().create_time()) * 1e9))
 
 
 def start_run_clock() -> RunClock:
