@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from headway.config.load import load_run
 from headway.config.run import RunConfig
 from headway.data.batch import Batch
 from headway.prove.judge import judge
-from headway.prove.trainee import StepFigures, Trainee
+from headway.prove.rebatch import refuse_other_documents
+from headway.prove.report import lines, other_steps
+from headway.prove.trainee import StepFigures, Trainee, prepared
 from headway.prove.verify import ROUNDING, Verified, reference_of, verify
 from headway.train.optim import clip_gradients
 
@@ -263,6 +267,43 @@ def test_the_reference_of_a_fast_run_agrees_with_it(run_file: Path, tmp_path: Pa
 def test_other_documents_are_refused(run_file: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.seq_len differs"):
         compare(config(run_file), config(run_file, "data.seq_len=64"), tmp_path)
+
+
+def test_text_read_by_another_tokenizer_or_template_is_other_documents(run_file: Path, tmp_path: Path) -> None:
+    """B was trained on A's shards, and called the same training; its own run would read others."""
+    a, ours = config(run_file), run_file.with_name("tokenizer")
+    copy = shutil.copytree(ours, tmp_path / "copy")
+    refuse_other_documents(a, config(run_file, f"model.tokenizer={copy}"))  # in another place, the same
+    same = tmp_path / "same.jinja"
+    same.write_text(tiny.CHATML)
+    refuse_other_documents(a, config(run_file, f"data.chat_template={same}"))
+    other = tmp_path / "other.jinja"
+    other.write_text(tiny.CHATML.replace("user", "human") + " ")
+    with pytest.raises(UserError, match=r"data\.chat_template differs \(that of .*tokenizer and .*other\.jinja\)"):
+        refuse_other_documents(a, config(run_file, f"data.chat_template={other}"))
+    spec = json.loads((copy / "tokenizer.json").read_text())
+    spec["model"]["ignore_merges"] = True
+    (copy / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(UserError, match=r"model\.tokenizer differs .*copy"):
+        refuse_other_documents(a, config(run_file, f"model.tokenizer={copy}"))
+
+
+def test_another_global_batch_is_said_to_be_not_compared(run_file: Path, tmp_path: Path) -> None:
+    a, b = (
+        config(run_file, "parallel.fsdp=2", "parallel.ranks=null"),
+        config(run_file, "train.global_batch_sequences=1"),
+    )
+    found = verify(a, b, tmp_path, steps=1, held_out=1, say=lambda text: None)
+    assert found.verdict.same and "the global batch is not compared" in "\n".join(lines(found))
+    assert 2.5 < found.own_steps[0] / found.own_steps[1] < 3.5
+    assert not other_steps(dataclasses.replace(found, own_steps=(100.0, 95.0)))
+
+
+def test_a_run_of_many_ranks_is_driven_by_one(run_file: Path, tmp_path: Path) -> None:
+    """`parallel.fsdp: 2` stayed, beside one rank: a traceback."""
+    many = config(run_file, "parallel.ranks=8", "parallel.replicate=2", "parallel.fsdp=4", "model.offload=optimizer")
+    made = prepared(many, tmp_path)
+    assert made.parallel.dims(1) == (1, 1) and made.model.offload == "none"
 
 
 def test_two_runs_with_stochastic_rounding_are_the_same_training(run_file: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +13,8 @@ from headway.config.run import RunConfig
 from headway.data.batch import Batch, BatchBuilder
 from headway.data.global_batch import Position
 from headway.data.pack import best_fit
+from headway.data.store import is_store
+from headway.data.tokenizer import TokenizerInfo, open_tokenizer, read_template, take_apart
 from headway.data.view import View
 from headway.train.data import make_stream, training_view
 
@@ -87,8 +91,42 @@ def micro_batches(
 
 def refuse_other_documents(a: RunConfig, b: RunConfig) -> None:
     """Raises UserError where two configurations do not train on the same documents."""
-    for key in SAME_DOCUMENTS:
-        section, name = key.split(".")
-        left, right = getattr(getattr(a, section), name), getattr(getattr(b, section), name)
+    pairs = [(key, _value(a, key), _value(b, key)) for key in SAME_DOCUMENTS]
+    for key, left, right in (*pairs, *_read_otherwise(a, b)):
         if left != right:
             raise UserError(f"verify: {key} differs ({left} and {right}): these are not the same documents")
+
+
+def _read_otherwise(a: RunConfig, b: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """The keys by which two configurations make other tokens of one text; copies of one file in two places do not."""
+    how = [(config.model.tokenizer, config.data.chat_template) for config in (a, b)]
+    if how[0] == how[1] or all(is_store(source.path) for source in a.data.sources):
+        return
+    infos = [_tokenizer(config) for config in (a, b)]
+    if infos[0] and infos[1] and infos[0].sha256 != infos[1].sha256:
+        yield "model.tokenizer", str(how[0][0]), str(how[1][0])
+    templates = [
+        {"default": read_template(given)} if given else info.templates if info else {}
+        for (_, given), info in zip(how, infos, strict=True)
+    ]
+    if templates[0] != templates[1]:
+        left, right = (str(given or f"that of {tokenizer}") for tokenizer, given in how)
+        yield "data.chat_template", left, right
+
+
+def _tokenizer(config: RunConfig) -> TokenizerInfo | None:
+    if (given := config.model.tokenizer) is None:
+        return None
+    opened = open_tokenizer(given, key="model.tokenizer", trust_remote_code=config.model.trust_remote_code)
+    return take_apart(opened, given)
+
+
+def tokens_per_step(config: RunConfig, view: View) -> float:
+    """Real tokens of a mean step of the configuration's own training, with its own global batch."""
+    stream = make_stream(config, view, config.sequences_per_step(config.parallel.local_ranks(0)))
+    return stream.efficiency(0).tokens / stream.steps_in_epoch(0)
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, name = key.split(".")
+    return getattr(getattr(config, section), name)

@@ -7,11 +7,16 @@ from typing import Any
 
 from headway.prove.verify import Verified
 
+STEP = 0.1
+"""Share by which mean steps of the same size may differ: packs are not full alike."""
+
 
 def lines(found: Verified) -> Iterator[str]:
     """The verdict, every test with its limit, and what differs between the two configurations."""
     verdict = found.verdict
     yield from (f"differs: {change}" for change in found.differences)
+    if note := other_steps(found):
+        yield note
     yield f"{found.steps} steps; band: A again, its documents in another order, first weights shaken by one rounding"
     yield f"{'':<31}{'B against A':>14}{'limit':>12}{'band':>12}  where"
     for test in verdict.tests:
@@ -37,6 +42,17 @@ def lines(found: Verified) -> Iterator[str]:
             f"{test.name} is off by {test.value:.3g}, {test.limit:.3g} is allowed ({test.where})"
             for test in verdict.failed
         )
+
+
+def other_steps(found: Verified) -> str:
+    """That the global batches were not compared, where they hold other numbers of tokens; else empty."""
+    a, b = found.own_steps
+    if abs(a - b) <= STEP * a:
+        return ""
+    return (
+        f"the global batch is not compared: both sides made A's steps; in its own run a step has {a:,.0f} tokens in A, "
+        f"{b:,.0f} in B"
+    )
 
 
 def record(found: Verified) -> dict[str, Any]:
@@ -66,4 +82,5 @@ def record(found: Verified) -> dict[str, Any]:
         ],
         "held_out": {"a": verdict.held_out[0], "b": verdict.held_out[1], "unseen": found.unseen},
         "seed_band": verdict.seed_band,
+        "own_steps": {"a": found.own_steps[0], "b": found.own_steps[1]},
     }

@@ -147,5 +147,7 @@ def prepared(config: RunConfig, scratch: Path) -> RunConfig:
     values["data"]["shards"] = config.shards
     values["log"].update(quiet=True, tensorboard=False)
     values["checkpoint"].update(every=None, memory_every=None, at_end=False, resume="auto", remote=None)
-    values["parallel"].update(ranks=1)
+    values["parallel"].update(ranks=1, replicate=1, fsdp=None)
+    if values["model"]["offload"] == "optimizer":  # one rank has no shards; where they lie changes no number
+        values["model"]["offload"] = "none"
     return RunConfig.model_validate(values)

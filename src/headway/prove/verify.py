@@ -14,7 +14,7 @@ from headway.config.diff import Change, config_diff
 from headway.config.run import RunConfig
 from headway.parallel.device import choose_device
 from headway.prove.judge import Verdict, judge
-from headway.prove.rebatch import Steps, documents_of, refuse_other_documents
+from headway.prove.rebatch import Steps, documents_of, refuse_other_documents, tokens_per_step
 from headway.prove.trainee import Trainee
 from headway.prove.trajectory import Trajectory, follow
 from headway.train.data import prepare_sources
@@ -31,7 +31,8 @@ MakeTrainee = Callable[..., Trainee]
 class Verified:
     """A comparison: the verdict, both trajectories and A's twin, and what differs between the configurations.
 
-    unseen: the held-out loss is over documents that the steps did not train on.
+    unseen: the held-out loss is over documents that the steps did not train on. own_steps: real tokens of a mean step
+    of A's and of B's own global batch; both made A's steps here.
     """
 
     verdict: Verdict
@@ -41,6 +42,7 @@ class Verified:
     differences: tuple[Change, ...]
     steps: int
     unseen: bool = True
+    own_steps: tuple[float, float] = (0.0, 0.0)
 
 
 def verify(
@@ -74,7 +76,8 @@ def verify(
     trajectory_b = _follow("B", lambda: make_b(b, scratch / "b"), plan, say)
     spread = _seed_spread(a, scratch, steps, trajectory_a, say) if seed_band else None
     verdict = judge(trajectory_a, trajectory_b, twin, spread, rounding=min(noise, ROUNDING["bfloat16"]))
-    return Verified(verdict, trajectory_a, trajectory_b, twin, tuple(config_diff(a, b)), steps, plan.unseen)
+    own = tokens_per_step(a, plan.view), tokens_per_step(b, plan.view)
+    return Verified(verdict, trajectory_a, trajectory_b, twin, tuple(config_diff(a, b)), steps, plan.unseen, own)
 
 
 def refuse_measured_precision(command: str, *configs: RunConfig) -> None:
