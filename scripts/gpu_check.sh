@@ -50,8 +50,10 @@ runs=$(mktemp -d "$([ -w /dev/shm ] && echo /dev/shm || echo /tmp)/gpu_check.XXX
 trap 'rm -rf "$runs"' EXIT
 
 echo "== correctness of what no card has seen"
-within 60 "$python" -m pytest tests/gpu/test_newer_paths.py tests/gpu/test_kernels_gpu.py tests/model/test_triton_kernels.py \
-  -q -p no:cacheprovider 2>&1 | tee "$out/tests_newer.txt" | tail -15
+# Most of it is compiling, which processes beside each other share.
+beside=$([ $device = cuda ] && "$python" -c "import xdist" 2> /dev/null && echo "-n 4" || echo "")
+within 75 "$python" -m pytest tests/gpu/test_triton_attention_gpu.py tests/gpu/test_newer_paths.py tests/gpu/test_kernels_gpu.py \
+  tests/model/test_triton_kernels.py -q -p no:cacheprovider $beside 2>&1 | tee "$out/tests_newer.txt" | tail -15
 check "newer paths"
 
 slots=$([ $device = cuda ] && echo 16384 || echo 256)
@@ -66,15 +68,20 @@ train() { # name, overrides
   grep -h "^kernels:\|^compile:\|^precision:\|^memory:\|^checkpoints:" "$out/$name.txt" | sed "s/^/$name  /" | cut -c1-240
 }
 packed="data.slots=$slots train.global_batch_sequences=2"
-echo "== training"
-train packed preset=fast $packed
-train packed-float8 preset=fast train.precision=float8_auto $packed
-train naive preset=naive train.steps=6 train.global_batch_sequences=$rows
+echo "== attention: TF/s of every path at $slots slots, documents of real lengths"
+within 30 "$python" scripts/gpu_attention.py "$run_file" "data.sources=[$shards]" "data.slots=$slots" \
+  $([ $device = cpu ] && echo --model) 2>&1 | tee "$out/attention.txt" | tail -12
+check attention
 
 echo "== kernels: every candidate checked and timed on the card"
 within 45 "$python" -m headway bench kernels "$run_file" "data.sources=[$shards]" "data.slots=$slots" --seconds 25 \
   2>&1 | tee "$out/kernels.txt" | tail -60
 check kernels
+
+echo "== training"
+train packed preset=fast $packed
+train packed-float8 preset=fast train.precision=float8_auto $packed
+train naive preset=naive train.steps=6 train.global_batch_sequences=$rows
 
 echo "== training, the other paths"
 train packed-compiled preset=fast train.compile=true $packed
@@ -93,4 +100,5 @@ check "model and training"
 
 echo "== table"
 "$python" scripts/gpu_table.py "$out/runs"
+tail -12 "$out/attention.txt"
 exit $failed
