@@ -7,10 +7,9 @@ well outside is another training.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -25,7 +24,11 @@ GAIN = 0.002
 
 @dataclass(frozen=True)
 class Verdict:
-    """Everything `headway verify` found. loss and norm: per step (B's relative difference, the band's)."""
+    """Everything `headway verify` found. loss and norm: per step (B's relative difference, the band's).
+
+    Where A and B are both not finite, as where float16 overflows and the step is not taken, the difference is NaN, and
+    the step is left out and named.
+    """
 
     tests: tuple[Test, ...]
     loss: tuple[tuple[float, float], ...]
@@ -33,6 +36,7 @@ class Verdict:
     cosines: tuple[tuple[int, str, float, float], ...]
     held_out: tuple[float, float]
     seed_band: float | None
+    left_out: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
@@ -56,6 +60,8 @@ def judge(
     - Each token's loss is rounded by itself on each side: two units / sqrt(tokens) of their mean.
     """
     shared = 2 * rounding
+    left_out = tuple(_left_out(a, b, twin))
+    a, b, twin = (_where_finite(side, (a, b, twin)) for side in (a, b, twin))
     loss = _relative(a.losses, b.losses, twin.losses)
     norm = _relative(a.grad_norms, b.grad_norms, twin.grad_norms, _norm_bands(a, twin))
     held = abs(b.held_out - a.held_out) / abs(a.held_out)
@@ -68,8 +74,38 @@ def judge(
         Test("held-out loss", held, max(WIDTH * held_band, FLOOR, _of_mean(shared, a.held_tokens)), "end", held_band),
     ]
     return Verdict(
-        tuple(tests), tuple(loss), tuple(norm), tuple(_cosines(a, b, twin)), (a.held_out, b.held_out), seed_band
+        tuple(tests),
+        tuple(loss),
+        tuple(norm),
+        tuple(_cosines(a, b, twin)),
+        (a.held_out, b.held_out),
+        seed_band,
+        left_out,
     )
+
+
+def _left_out(*sides: Trajectory) -> Iterator[str]:
+    """The steps, or their gradients, that cannot be compared."""
+    figures = [list(map(_finite, side.losses, side.grad_norms)) for side in sides]
+    for step, (a, b, twin) in enumerate(zip(*figures, strict=True)):
+        if not a and not b:
+            yield f"step {step + 1}: not finite in A and in B"
+        elif a and b and not twin and step in sides[0].gradients:
+            yield f"gradients of step {step + 1}: not finite in A's second run, which measures the band"
+
+
+def _where_finite(side: Trajectory, all_sides: Sequence[Trajectory]) -> Trajectory:
+    """The same with the gradients of those steps alone that are finite everywhere; figures of a step still count."""
+    kept = {
+        step: tensors
+        for step, tensors in side.gradients.items()
+        if all(_finite(one.losses[step], one.grad_norms[step]) for one in all_sides)
+    }
+    return replace(side, gradients=kept)
+
+
+def _finite(*figures: float) -> bool:
+    return all(map(math.isfinite, figures))
 
 
 def _relative(
@@ -79,8 +115,12 @@ def _relative(
 
     floors: band of a step that is known from more than its one number.
     """
-    own = (max(_apart(x, z), (floors or {}).get(n, 0.0)) for n, (x, z) in enumerate(zip(a, twin, strict=True)))
-    return [(_apart(x, y), band) for x, y, band in zip(a, b, itertools.accumulate(own, max), strict=True)]
+    pairs, band = [], 0.0
+    for step, (one, other, own) in enumerate(zip(a, b, twin, strict=True)):
+        if _finite(one, own):  # else it would be infinite for good, and no difference outside it
+            band = max(band, _apart(one, own), (floors or {}).get(step, 0.0))
+        pairs.append((_apart(one, other), band))
+    return pairs
 
 
 def _norm_bands(a: Trajectory, twin: Trajectory) -> dict[int, float]:
@@ -99,15 +139,19 @@ def _norm_bands(a: Trajectory, twin: Trajectory) -> dict[int, float]:
 
 
 def _apart(a: float, b: float) -> float:
-    return abs(a - b) / max(abs(a), 1e-30) if math.isfinite(a) and math.isfinite(b) else math.inf
+    """Relative; infinite where one of them is not finite, NaN where both are not."""
+    if not _finite(a, b):
+        return math.inf if _finite(a) or _finite(b) else math.nan
+    return abs(a - b) / max(abs(a), 1e-30)
 
 
 def _over_steps(name: str, pairs: Sequence[tuple[float, float]], floors: Sequence[float]) -> Test:
     rows = [
         Test(name, value, max(WIDTH * band, FLOOR, floor), f"step {n + 1}", band)
         for n, ((value, band), floor) in enumerate(zip(pairs, floors, strict=True))
+        if not math.isnan(value)
     ]
-    return worst(rows)
+    return worst(rows) if rows else Test(name, math.nan, FLOOR, "no step is finite", math.nan)
 
 
 def _of_mean(each: float, count: int) -> float:
@@ -140,6 +184,8 @@ def _gradients(a: Trajectory, b: Trajectory, twin: Trajectory, shared: float) ->
             rows = _tensor(f"{name}, step {step + 1}", sides, floor, known[name], shared, parted)
             tensors_turned.append(rows[0])
             tensors_longer.extend(rows[1:])
+    if not turned:
+        yield Test("gradient per layer", math.nan, 10 * FLOOR, "no step looked at is finite", math.nan)
     yield from (worst(rows) for rows in (turned, longer, tensors_turned, tensors_longer) if rows)
 
 

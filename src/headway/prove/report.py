@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from headway.prove.verify import Verified
@@ -22,15 +23,12 @@ def lines(found: Verified) -> Iterator[str]:
     for test in verdict.tests:
         mark = "ok " if test.passed else "BAD"
         yield f"{mark} {test.name:<27}{test.value:>14.3g}{test.limit:>12.3g}{test.band:>12.3g}  {test.where}"
-    losses = [value for value, _ in verdict.loss]
-    norms = [value for value, _ in verdict.norm]
-    yield (
-        f"relative difference of the loss: max {max(losses):.3g}, mean {sum(losses) / len(losses):.3g}; "
-        f"of the gradient norm: max {max(norms):.3g}, mean {sum(norms) / len(norms):.3g}"
-    )
-    worst = min(verdict.cosines, key=lambda row: row[2])
-    where = f"{worst[1]}, step {worst[0]}; A again {worst[3]:.6f}"
-    yield f"smallest cosine of a layer's gradients: {worst[2]:.6f} ({where})"
+    yield from (f"left out: {what}" for what in verdict.left_out)
+    yield f"relative difference of the loss: {_spread(verdict.loss)}; of the gradient norm: {_spread(verdict.norm)}"
+    if verdict.cosines:
+        worst = min(verdict.cosines, key=lambda row: row[2])
+        where = f"{worst[1]}, step {worst[0]}; A again {worst[3]:.6f}"
+        yield f"smallest cosine of a layer's gradients: {worst[2]:.6f} ({where})"
     seen = "" if found.unseen else " (the data is short: over documents that were trained on)"
     yield f"held-out loss: A {verdict.held_out[0]:.5f}, B {verdict.held_out[1]:.5f} nats per token{seen}"
     if verdict.seed_band is not None:
@@ -42,6 +40,11 @@ def lines(found: Verified) -> Iterator[str]:
             f"{test.name} is off by {test.value:.3g}, {test.limit:.3g} is allowed ({test.where})"
             for test in verdict.failed
         )
+
+
+def _spread(pairs: Sequence[tuple[float, float]]) -> str:
+    values = [value for value, _ in pairs if not math.isnan(value)]
+    return f"max {max(values):.3g}, mean {sum(values) / len(values):.3g}" if values else "no step is finite"
 
 
 def other_steps(found: Verified) -> str:
@@ -82,5 +85,6 @@ def record(found: Verified) -> dict[str, Any]:
         ],
         "held_out": {"a": verdict.held_out[0], "b": verdict.held_out[1], "unseen": found.unseen},
         "seed_band": verdict.seed_band,
+        "left_out": list(verdict.left_out),
         "own_steps": {"a": found.own_steps[0], "b": found.own_steps[1]},
     }

@@ -28,6 +28,8 @@ the twin's, and at most 1 / n from its length."""
 
 def ways(a: Trajectory, b: Trajectory, twin: Trajectory, shared: float) -> Iterator[Test]:
     """shared: what a length may differ by through rounding alone (two units of it)."""
+    if not any(vector.any() for side in (a, b) for vector in side.update.values()):
+        return  # no step was taken on either side: each overflowed, or the rate is zero
     yield _layers(a, b, twin)
     lengths, elements = [], []
     largest = _largest_shares(a)
