@@ -23,7 +23,7 @@ from headway.prove.rebatch import refuse_other_documents
 from headway.prove.report import lines, other_steps
 from headway.prove.trainee import StepFigures, Trainee, prepared
 from headway.prove.verify import ROUNDING, Verified, reference_of, verify
-from headway.train.optim import clip_gradients
+from headway.train.optim import gradient_norms, scale_gradients
 
 STEPS = 3
 GPT2 = {
@@ -100,8 +100,8 @@ class MeanPerMicroBatch(Trainee):
             ]
         for weight, grad in zip(weights, grads, strict=True):
             weight.grad = grad
-        norm, finite = clip_gradients(self.module, learner.clip_norm)
-        learner.optimizers.step(finite)
+        norm = scale_gradients(gradient_norms(self.module), learner.clip_norm, None)
+        learner.optimizers.step(torch.isfinite(norm))
         loss, nll = (sums / sum(batch.trained_tokens for batch in batches)).tolist()
         return StepFigures(loss, nll, float(norm))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headway.guard.spikes.figures import HIGHEST, NAMES, SPREAD, Figures
 from headway.guard.spikes.robust import Range
@@ -31,6 +33,29 @@ def test_the_device_holds_back_what_the_host_calls_a_spike(values, far, near, se
     device = {name: torch.tensor(math.exp(value) if name in LOGARITHMIC else value) for name, value in own.items()}
     known = {name: value for name, value in own.items() if not math.isnan(value)}
     assert bool(inside(device, limits_on(limits, torch.device("cpu")))) is (limits.beyond(known) == {})
+
+
+class _Copied(TorchDispatchMode):
+    """What a list or a number of the host's is made of on its way into a tensor."""
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += [str(func)] if func in (torch.ops.aten.lift_fresh.default, torch.ops.aten.index.Tensor) else []
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_gate_copies_nothing_from_the_host() -> None:
+    """On a GPU a list as an index is a copy that the host waits for, in every step."""
+    values = {name: torch.ones(()) for name in NAMES}
+    limits = limits_on(Limits({}, {}, {}), torch.device("cpu"))
+    with _Copied() as planted:
+        limits[1][[0, 1]].any()
+    assert planted.found, "the fault is seen"
+    with _Copied() as copied:
+        inside(values, limits)
+    assert copied.found == []
 
 
 def test_extremes_of_documents_are_those_of_each_alone() -> None:

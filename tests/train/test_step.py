@@ -16,12 +16,13 @@ from headway.config.train import LossConfig
 from headway.data.global_batch import Position
 from headway.data.stream import Stream, StreamOptions
 from headway.data.view import View, ViewOptions, Weighted
+from headway.guard.spikes.watcher import Limits
 from headway.model.load import load_model
 from headway.parallel.mesh import Layout
 from headway.parallel.wrap import wrap
 from headway.train.clock import StepClock
 from headway.train.evaluate import Evaluator
-from headway.train.optim import build_optimizers, clip_gradients
+from headway.train.optim import build_optimizers, gradient_norms, scale_gradients
 from headway.train.step import Learner
 from tiny import config
 
@@ -163,11 +164,45 @@ def test_a_step_that_is_not_finite_changes_nothing(optimizer: str) -> None:
     assert any(not torch.equal(before[key], value) for key, value in module.state_dict().items())
 
 
+def test_offloaded_weights_train_beside_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2's CPUOffloadPolicy: weights, gradients and optimizer state on the host, everything else on the GPU (here:
+    the meta device, which no tensor of the host may meet)."""
+    card = torch.device("meta")
+    module = model()
+    replicas = dataclasses.replace(wrap(module, None, Layout(), torch.float32), device=card)
+    optimizers = build_optimizers(module, OptimConfig(lr=1e-2))
+    learner = Learner(replicas, optimizers, LossConfig(), 1.0, StepClock("cpu"))
+    assert learner.device == card
+
+    def learn(*_: object) -> torch.Tensor:
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        learner._broken.look(torch.ones(3, device=card))
+        return torch.ones(2, device=card)
+
+    told: list[torch.Tensor] = []
+    monkeypatch.setattr(learner, "learn", learn)
+    monkeypatch.setattr(optimizers, "step", told.append)
+    nothing = Limits({}, {}, {})
+    assert learner.update([], 1, nothing).device == learner.look([], 1).device == card
+    assert [one.device for one in told] == [card] and learner.sample.moved.device == card
+
+
+def test_norms_of_narrow_gradients_are_float32() -> None:
+    module = torch.nn.Linear(257, 3, dtype=torch.bfloat16)
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0)
+    for clipping in ("foreach", "eager"):
+        norms = gradient_norms(module, clipping)
+        assert float(norms.total) == pytest.approx(774**0.5, rel=1e-6), clipping
+        assert norms.each.tolist() == pytest.approx([771**0.5, 3**0.5], rel=1e-6)
+
+
 def test_clipping_scales_to_the_norm_and_reports_the_norm_before() -> None:
     module = torch.nn.Linear(4, 4)
     module.weight.grad, module.bias.grad = torch.full((4, 4), 3.0), torch.full((4,), 4.0)
-    norm, finite = clip_gradients(module, 1.0)
-    assert float(norm) == pytest.approx((16 * 9 + 4 * 16) ** 0.5) and bool(finite)
+    norm = scale_gradients(gradient_norms(module), 1.0, None)
+    assert float(norm) == pytest.approx((16 * 9 + 4 * 16) ** 0.5)
     after = float(torch.cat([p.grad.flatten() for p in module.parameters()]).norm())
     assert after == pytest.approx(1.0, rel=1e-4)
 

@@ -62,8 +62,7 @@ def check(run: Run, documents: str) -> dict[str, Any]:
     raw["data"]["sources"] = [{"path": documents}]
     config = RunConfig.model_validate(raw)
     stream = make_stream(config, training_view(config), run.config.sequences_per_step(1))
-    device = next(run.learner.replicas.module.parameters()).device
-    found = Evaluator(stream, 0, 1, device).run(run.learner.replicas)
+    found = Evaluator(stream, 0, 1, run.learner.device).run(run.learner.replicas)
     return {"nll": found.nll * found.tokens, "trained": found.tokens}
 
 

@@ -17,8 +17,8 @@ class BrokenGradients:
     Gradients are as they were: DDP's hook divides and sums as DDP does by itself.
     """
 
-    def __init__(self, call: nn.Module) -> None:
-        self._flag = torch.zeros((), dtype=torch.bool, device=next(call.parameters()).device)
+    def __init__(self, call: nn.Module, device: torch.device) -> None:
+        self._flag = torch.zeros((), dtype=torch.bool, device=device)
         if isinstance(call, DistributedDataParallel):
             # A lambda, because DDP refuses a hook whose annotations it does not know.
             call.register_comm_hook(call.process_group, lambda group, bucket: self._sum_bucket(group, bucket))

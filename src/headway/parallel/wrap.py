@@ -21,6 +21,8 @@ from headway.parallel.mesh import REPLICATE, SHARD, Layout
 class Replicas:
     """A wrapped model. `call` is what the forward pass calls, `module` the model itself (parameters may be DTensors).
 
+    `device` is the one that computes and that batches lie on; offloaded parameters lie on the host's.
+
     Both FSDP2 and DDP average gradients over the ranks, so a loss that is already divided by the global number of
     trained tokens must be multiplied by `size` first.
     """
@@ -29,7 +31,11 @@ class Replicas:
     module: nn.Module
     size: int
     compute_dtype: torch.dtype
-    device_type: str
+    device: torch.device
+
+    @property
+    def device_type(self) -> str:
+        return self.device.type
 
     @property
     def casts_itself(self) -> bool:
@@ -83,11 +89,11 @@ def wrap(
     """
     if offload_optimizer and (mesh is None or layout.shard == 1):
         raise UserError("model.offload: optimizer is done by FSDP2; set parallel.fsdp to 2 or more")
-    device_type = next(module.parameters()).device.type
+    device = next(module.parameters()).device
     call: nn.Module = module
     if mesh is not None and layout.shard > 1:
         # On a CPU everything is in host memory already.
-        offload = CPUOffloadPolicy() if offload_optimizer and device_type == "cuda" else OffloadPolicy()
+        offload = CPUOffloadPolicy() if offload_optimizer and device.type == "cuda" else OffloadPolicy()
         _shard(module, mesh, layout, compute_dtype, reshard_after_forward, offload)
     elif mesh is not None:
         call = DistributedDataParallel(
@@ -98,7 +104,7 @@ def wrap(
             # where in a bucket it lies: a resumed run would differ in its first step's last bits.
             find_unused_parameters=unused_parameters or layout.data_parallel > 2,
         )
-    return Replicas(call, module, layout.data_parallel, compute_dtype, device_type)
+    return Replicas(call, module, layout.data_parallel, compute_dtype, device)
 
 
 def _shard(

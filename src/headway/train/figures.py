@@ -94,10 +94,9 @@ class Detail:
 class UpdateSample:
     """How far the optimizer moves the weights: the first elements of every parameter, before and after a step."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
         found = [_local(p.detach()) for p in module.parameters() if p.requires_grad]
         self._views = [p.view(-1)[:_SAMPLE] for p in found if p.is_contiguous() and p.numel()]
-        device = next(module.parameters()).device
         self.count = torch.full((), float(sum(len(view) for view in self._views)), device=device)
         self.moved = torch.zeros((), device=device)
         self._before: Tensor | None = None
@@ -111,7 +110,7 @@ class UpdateSample:
             return
         after = torch.cat([view.float() for view in self._views])
         moved = (after - self._before).square_().sum() / lr**2 if lr > 0 else torch.zeros_like(self.moved)
-        self.moved = torch.where(taken, moved, self.moved)
+        self.moved = torch.where(taken, moved.to(self.moved.device), self.moved)
 
     def state(self) -> float:
         """Exact (float32 widened); waits for the device."""
@@ -171,7 +170,7 @@ def limits_on(limits: Limits, device: torch.device) -> Tensor:
     parts = (limits.far, limits.near, limits.senseless)
     rows = [[[ranges.get(name, Range())[side] for name in NAMES] for side in (0, 1)] for ranges in parts]
     table = torch.tensor(rows, dtype=torch.float32)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def inside(values: dict[str, Tensor], limits: Tensor) -> Tensor:
@@ -181,12 +180,14 @@ def inside(values: dict[str, Tensor], limits: Tensor) -> Tensor:
     value = torch.where(value == -math.inf, math.nan, value)  # the logarithm of 0: there was nothing
     beyond = (value < limits[:, 0]) | (value > limits[:, 1])
     far, near, senseless = beyond.unbind(0)
-    kinds = torch.stack([near[_members(kind)].any() for kind in dict.fromkeys(KINDS.values())] + [senseless.any()])
+    each = near.unbind()  # a list as an index would be a copy to the device that the host waits for
+    kinds = torch.stack([torch.stack([each[i] for i in members]).any() for members in _MEMBERS] + [senseless.any()])
     return ~far.any() & (kinds.sum() < 2)
 
 
-def _members(kind: str) -> list[int]:
-    return [index for index, name in enumerate(NAMES) if KINDS[name] == kind]
+_MEMBERS = [
+    [index for index, name in enumerate(NAMES) if KINDS[name] == kind] for kind in dict.fromkeys(KINDS.values())
+]
 
 
 def figures_of(step: int, values: Sequence[float], kind: str) -> Figures:

@@ -110,7 +110,7 @@ def rehearse(fit: Fit, learner: Learner, config: RunConfig, vocab: int, optimize
     was. Returns what the device's allocator measured, in words.
     """
     replicas = learner.replicas
-    device = next(replicas.module.parameters()).device
+    device = replicas.device
     batch = worst_batch(config, vocab).to(device)
     several = config.train.global_batch_sequences is not None or config.train.global_batch_tokens is not None
     with keep_random_state():

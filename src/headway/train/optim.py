@@ -56,7 +56,11 @@ class Optimizers:
             item.zero_grad(set_to_none=True)
 
     def step(self, finite: Tensor) -> None:
-        """Updates the parameters, unless `finite` (a boolean scalar, the same on all ranks) is false."""
+        """Updates the parameters, unless `finite` (a boolean scalar, the same on all ranks) is false.
+
+        Parameters that lie on the host (offloaded) are updated there, once the device has said so.
+        """
+        finite = finite.to(self.items[0].param_groups[0]["params"][0].device)
         if self.skips_on_device and finite.is_cuda:
             for item in self.items:
                 item.found_inf = (~finite).float()  # type: ignore[attr-defined]
@@ -146,8 +150,8 @@ def gradient_norms(module: nn.Module, clipping: str = "foreach") -> GradientNorm
     sharded: list[Tensor] = [grad for grad in grads if isinstance(grad, DTensor)]
     kinds = [sharded, [grad for grad in grads if not isinstance(grad, DTensor)]]
     norms = [norms_of(some, clipping) for some in kinds if some]
-    totals = [_whole(torch.linalg.vector_norm(torch.stack(some))).float() for some in norms]
-    each = torch.stack([_local(norm).float() for some in norms for norm in some])
+    totals = [_whole(torch.linalg.vector_norm(torch.stack(some))) for some in norms]
+    each = torch.stack([_local(norm) for some in norms for norm in some])
     return GradientNorms(torch.linalg.vector_norm(torch.stack(totals)), each, [g for some in kinds for g in some])
 
 
@@ -158,25 +162,11 @@ def gradient_names(module: nn.Module) -> list[str]:
     return sharded + [name for name, grad in named if not isinstance(grad, DTensor)]
 
 
-def clip_gradients(
-    module: nn.Module, clip_norm: float | None, loss_scale: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Global gradient norm before clipping (float32 scalar, equal on all ranks) and whether it is finite.
-
-    With a loss scale, gradients and norm are divided by it first.
-
-    Gradients are scaled by clip_norm / norm where the norm is larger. A non-finite gradient anywhere makes the norm
-    non-finite, so this one scalar is the finite check.
-    """
-    total = scale_gradients(gradient_norms(module), clip_norm, loss_scale)
-    return total, torch.isfinite(total)
-
-
 def norms_of(tensors: list[Tensor], clipping: str) -> list[Tensor]:
-    """Every tensor's own norm."""
+    """Every tensor's own norm, float32: a norm in bfloat16 would be off by up to one part in 256."""
     if clipping == "foreach":
-        return list(torch._foreach_norm(tensors))
-    return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+        return list(torch._foreach_norm(tensors, 2, torch.float32))
+    return [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
 
 
 def scale_all(tensors: list[Tensor], factor: Tensor, clipping: str) -> None:
@@ -191,10 +181,14 @@ def scale_all(tensors: list[Tensor], factor: Tensor, clipping: str) -> None:
 def scale_gradients(
     norms: GradientNorms, clip_norm: float | None, loss_scale: Tensor | None, clipping: str = "foreach"
 ) -> Tensor:
-    """Clips and unscales in place; returns the norm before clipping, unscaled."""
+    """Clips and unscales in place; returns the norm before clipping, unscaled.
+
+    Gradients are scaled by clip_norm / norm where the norm is larger. A non-finite gradient anywhere makes the norm
+    non-finite, so this one scalar is the finite check.
+    """
     total, factor = norms.total, None
     if loss_scale is not None:
-        factor = 1 / loss_scale
+        factor = 1 / loss_scale.to(total.device)
         total = total * factor
     if clip_norm is not None:
         clip = torch.clamp(clip_norm / (total + 1e-6), max=1.0)

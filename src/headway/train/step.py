@@ -63,14 +63,14 @@ class Learner:
 
     def __post_init__(self) -> None:
         self._collectives = Collectives(self.replicas)
-        self.sample = UpdateSample(self.replicas.module)
-        self._broken = BrokenGradients(self.replicas.call)
+        self.sample = UpdateSample(self.replicas.module, self.device)
+        self._broken = BrokenGradients(self.replicas.call, self.device)
         self._documents = Documents(self.device)
         self.release()
 
     @property
     def device(self) -> torch.device:
-        return next(self.replicas.module.parameters()).device
+        return self.replicas.device
 
     def release(self) -> None:
         """Lets updates be made again after a step that was held back."""
@@ -109,7 +109,7 @@ class Learner:
         with self.clock.phase("compute.optimizer"):
             scale = self.scale.value.clone() if self.scale else None
             norms = gradient_norms(self.replicas.module, self.clipping)
-            norm = scale_gradients(norms, self.clip_norm, scale, self.clipping)
+            norm = scale_gradients(norms, self.clip_norm, scale, self.clipping).to(self.device)
             row, values = self._row(table, trained_tokens, norm, scale)
             finite = row.finite.bool()
             held = self._gate(finite, values, limits, scale) if limits is not None else None
@@ -133,7 +133,8 @@ class Learner:
         table = gather(self._local(sums), self.replicas.size)
         scale = self.scale.value.clone() if self.scale else None
         norms = gradient_norms(self.replicas.module, self.clipping)
-        norm = norms.total if scale is None else norms.total / scale
+        total = norms.total.to(self.device)
+        norm = total if scale is None else total / scale
         row, _ = self._row(table, trained_tokens, norm, scale)
         self.detail = Detail(self._documents, norms.each, table)
         self.optimizers.zero_grad()
