@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from data.batch_check import check_batch
 from data.memory_store import MemoryStore, random_store
 from headway.account.errors import UserError
-from headway.data.batch import IGNORE, PADDING_DOC, Batch, BatchBuilder
+from headway.data.batch import IGNORE, PADDING_DOC, Batch, BatchBuilder, sent_to
+from headway.data.split import split_batch
 from headway.data.view import View, ViewOptions, Weighted
 
 
@@ -211,3 +212,38 @@ def test_check_catches_planted(plant) -> None:  # type: ignore[no-untyped-def]
     check_batch(batch, view)
     with pytest.raises(AssertionError):
         check_batch(plant(batch), view)
+
+
+def test_a_batch_on_a_device_is_cut_without_a_wait_for_it() -> None:
+    """On the meta device, whose values nobody can read."""
+    view = view_of(MemoryStore([list(range(1, n)) for n in (9, 4, 17, 3)]))
+    builder, pieces = BatchBuilder(view), np.arange(4)
+    masked = np.array([False, True, False, False])
+    packed, rows = builder.packed(pieces, masked, 48), builder.rectangular(pieces, masked, 4, 20)
+    for batch in (packed, rows):
+        for parts in (2, 3, 5):
+            for here, there in zip(split_batch(batch, parts), split_batch(batch.to("meta"), parts), strict=True):
+                assert there.input_ids.device.type == there.cu_seqlens.device.type == "meta"
+                shapes = [(one.input_ids.shape, one.labels.shape, one.cu_seqlens.shape) for one in (here, there)]
+                assert shapes[0] == shapes[1]
+                facts = [
+                    (one.trained_tokens, one.tokens, one.max_seqlen, one.documents.tolist()) for one in (here, there)
+                ]
+                assert facts[0] == facts[1]
+
+
+def test_what_is_sent_to_a_gpu_lies_in_pinned_memory() -> None:
+    """Else the host waits for the copy, in every step."""
+    told: list[object] = []
+
+    class Sent:
+        def pin_memory(self) -> Sent:
+            told.append("pinned")
+            return self
+
+        def to(self, device: object, non_blocking: bool = False) -> Sent:
+            told.append(non_blocking)
+            return self
+
+    sent_to(torch.device("cuda", 0), Sent())  # type: ignore[arg-type]
+    assert told == ["pinned", True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -14,8 +15,14 @@ from headway.model.attention import NAME, choose_path, headway_attention, regist
 from headway.model.documents_attention import attend_documents
 from headway.model.flash_attention import attend_flash
 from headway.model.flex_attention import attend_flex
+from headway.model.forward import forward_logits
+from headway.model.load import load_model
 from headway.model.varlen_attention import attend_varlen, varlen_cannot
 from model.naive_attention import naive_attention, random_qkv, worst
+from model.tiny_models import batch_of, documents
+from tiny import config
+
+LAYERS = ["sliding_attention", "full_attention"]
 
 
 class Attention(nn.Module):
@@ -29,11 +36,38 @@ def call(module=None, slots=12, rows=1, keys=None, **changes):
     return headway_attention(module or Attention(), q, k, v, **{"attention_mask": None} | table | changes)
 
 
-def test_registered_with_an_attention_and_no_mask():
+def test_registered_once():
     register()
     register()
     assert AttentionInterface()[NAME] is headway_attention
-    assert AttentionMaskInterface()[NAME](batch_size=1, q_length=4) is None
+
+
+class _Waits(TorchDispatchMode):
+    """Calls of a forward pass that bring a tensor's value to the host."""
+
+    def __init__(self):
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_mask_is_made_and_the_host_waits_for_nothing():
+    """transformers looks for documents in the positions of every pass (`.all()` on the host) for a registered mask."""
+    model = load_model(config=config(model_type="qwen2", use_sliding_window=True, layer_types=LAYERS), attention=NAME)
+    batch = batch_of([documents([7, 5, 4])], 20)
+    with _Waits() as waits:
+        logits = forward_logits(model, batch)
+    assert waits.found == []
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)  # the fault
+    try:
+        with _Waits() as planted:
+            assert torch.equal(forward_logits(model, batch), logits)
+    finally:
+        AttentionMaskInterface._global_mapping.pop(NAME)
+    assert planted.found
 
 
 def test_output_is_slots_before_heads():

@@ -41,6 +41,7 @@ class Batch:
     in row-major order; padding and documents set aside are documents of their own, and no document crosses a row.
     ``max_seqlen``: slots of the longest one. ``documents`` int64 [D]: raw document ids, PADDING_DOC for padding.
     ``lengths`` int64: of the real documents only. ``tokens``: real ones. ``trained_tokens``: labels that count.
+    ``host``: of a batch on a device, the one it was copied from, to be read without a wait for the device.
     """
 
     input_ids: Tensor
@@ -53,6 +54,7 @@ class Batch:
     lengths: np.ndarray
     tokens: int
     trained_tokens: int
+    host: Batch | None = None
 
     @property
     def slots(self) -> int:
@@ -70,6 +72,7 @@ class Batch:
             labels=self.labels.to(device, non_blocking=non_blocking),
             position_ids=positions_of(table, self.slots).view(self.input_ids.shape),
             cu_seqlens=table,
+            host=self if self.input_ids.device.type == "cpu" else self.host,
         )
 
     def pin_memory(self) -> Batch:
@@ -88,6 +91,11 @@ class Batch:
             position_ids=function(self.position_ids),
             cu_seqlens=function(self.cu_seqlens),
         )
+
+
+def sent_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """A small tensor of the host's on a device. The host does not wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def positions_of(cu_seqlens: Tensor, slots: int) -> Tensor:

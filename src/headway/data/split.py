@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headway.data.batch import IGNORE, PAD_ID, PADDING_DOC, Batch
 
@@ -22,17 +21,16 @@ def split_batch(batch: Batch, parts: int) -> list[Batch]:
         return [batch]
     if not batch.packed:
         return _split_rows(batch, parts)
-    ends = batch.cu_seqlens[1:].tolist()
-    documents = _groups(np.diff(batch.cu_seqlens.cpu().numpy()), parts)
+    host = _on_host(batch)
+    ends = host.cu_seqlens[1:].tolist()
+    documents = _groups(np.diff(host.cu_seqlens.numpy()), parts)
     pieces = []
     for first, last in documents:
         if first == last:
             pieces.append(_padding(batch))
             continue
         start, end = (ends[first - 1] if first else 0), ends[last - 1]
-        pieces.append(
-            _part(batch, slice(None), slice(start, end), batch.cu_seqlens[first : last + 1] - start, first, last)
-        )
+        pieces.append(_part(batch, host, (slice(None), slice(start, end)), start, first, last))
     return pieces
 
 
@@ -54,33 +52,39 @@ def _groups(lengths: np.ndarray, parts: int) -> list[tuple[int, int]]:
 def _split_rows(batch: Batch, parts: int) -> list[Batch]:
     rows, width = batch.input_ids.shape
     cuts = [rows * i // parts for i in range(parts + 1)]
-    table = batch.cu_seqlens
+    host = _on_host(batch)
+    table = host.cu_seqlens.numpy()
     pieces = []
     for top, bottom in itertools.pairwise(cuts):
         if top == bottom:
             pieces.append(_padding(batch))
             continue
-        first, last = (int(torch.searchsorted(table, edge * width)) for edge in (top, bottom))
-        pieces.append(_part(batch, slice(top, bottom), slice(None), table[first : last + 1] - top * width, first, last))
+        first, last = (int(np.searchsorted(table, edge * width)) for edge in (top, bottom))
+        pieces.append(_part(batch, host, (slice(top, bottom), slice(None)), top * width, first, last))
     return pieces
 
 
-def _part(batch: Batch, rows: slice, slots: slice, table: Tensor, first: int, last: int) -> Batch:
-    labels = batch.labels[rows, slots].contiguous()
-    sizes = np.diff(table.cpu().numpy())
+def _on_host(batch: Batch) -> Batch:
+    """Where what is cut can be read without a wait for the device."""
+    return batch.host or batch.to("cpu")
+
+
+def _part(batch: Batch, host: Batch, where: tuple[slice, slice], start: int, first: int, last: int) -> Batch:
+    sizes = np.diff(host.cu_seqlens[first : last + 1].numpy())
     documents = batch.documents[first:last]
     lengths = sizes[documents != PADDING_DOC].astype(np.int64)
     return replace(
         batch,
-        input_ids=batch.input_ids[rows, slots].contiguous(),
-        labels=labels,
-        position_ids=batch.position_ids[rows, slots].contiguous(),
-        cu_seqlens=table.contiguous(),
+        input_ids=batch.input_ids[where].contiguous(),
+        labels=batch.labels[where].contiguous(),
+        position_ids=batch.position_ids[where].contiguous(),
+        cu_seqlens=batch.cu_seqlens[first : last + 1] - start,
         max_seqlen=int(sizes.max()),
         documents=documents,
         lengths=lengths,
         tokens=int(lengths.sum()),
-        trained_tokens=int((labels != IGNORE).sum()),
+        trained_tokens=int((host.labels[where] != IGNORE).sum()),
+        host=None,
     )
 
 
@@ -91,10 +95,11 @@ def _padding(batch: Batch) -> Batch:
         input_ids=one,
         labels=torch.full_like(one, IGNORE),
         position_ids=torch.zeros_like(one),
-        cu_seqlens=batch.cu_seqlens.new_tensor([0, 1]),
+        cu_seqlens=torch.arange(2, dtype=batch.cu_seqlens.dtype, device=one.device),
         max_seqlen=1,
         documents=np.full(1, PADDING_DOC, dtype=np.int64),
         lengths=np.zeros(0, dtype=np.int64),
         tokens=0,
         trained_tokens=0,
+        host=None,
     )

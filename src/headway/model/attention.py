@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
 
 from headway.account.errors import UserError
 from headway.model.documents_attention import attend_documents
@@ -33,14 +32,12 @@ PATHS: tuple[Path, ...] = ("documents", "varlen", "triton", "flex", "flash2", "f
 
 
 def register() -> None:
-    """Make `attn_implementation="headway"` known to transformers. Repeating it changes nothing."""
+    """Make `attn_implementation="headway"` known to transformers. Repeating it changes nothing.
+
+    No mask is registered, and so none is made: documents, causality and windows are computed from the document table.
+    For a registered one transformers looks for documents in the positions, which the host would wait for in each pass.
+    """
     AttentionInterface.register(NAME, headway_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Documents, causality and windows are computed from the document table; a mask would only repeat them."""
-    return None
 
 
 def choose_path(

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headway.data.batch import PADDING_DOC, Batch
+from headway.data.batch import PADDING_DOC, Batch, sent_to
 from headway.model.attention import NAME
 from headway.model.head import Phase, loss_head, take_loss
 from headway.model.loss import LossSum, loss_sum
@@ -113,7 +113,7 @@ def bucketed_table(batch: Batch) -> tuple[Tensor, int]:
 def real_token_mask(batch: Batch) -> Tensor:
     """bool [R, S]: which slots hold a token, from the document table (one source of truth with the positions)."""
     lengths = batch.cu_seqlens.diff()
-    real = torch.from_numpy(batch.documents != PADDING_DOC).to(lengths.device)
+    real = sent_to(lengths.device, torch.from_numpy(batch.documents != PADDING_DOC))
     rows, slots = batch.input_ids.shape
     mask = torch.repeat_interleave(real, lengths, output_size=rows * slots).view(rows, slots)
     # A row of nothing but padding would attend to nothing at all: NaN in some kernels, and NaN gradients with it.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from headway.data.batch import PADDING_DOC, Batch
+from headway.data.batch import PADDING_DOC, Batch, sent_to
 from headway.guard.spikes.figures import NAMES, Figures
 from headway.guard.spikes.robust import Range
 from headway.guard.spikes.watcher import KINDS, LOGARITHMIC, Limits
@@ -169,8 +169,7 @@ def limits_on(limits: Limits, device: torch.device) -> Tensor:
     """float32 [3, 2, 6]: far, near and senseless, low and high, in the order of NAMES. The host does not wait."""
     parts = (limits.far, limits.near, limits.senseless)
     rows = [[[ranges.get(name, Range())[side] for name in NAMES] for side in (0, 1)] for ranges in parts]
-    table = torch.tensor(rows, dtype=torch.float32)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+    return sent_to(device, torch.tensor(rows, dtype=torch.float32))
 
 
 def inside(values: dict[str, Tensor], limits: Tensor) -> Tensor:
