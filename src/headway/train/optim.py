@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -163,10 +164,11 @@ def gradient_names(module: nn.Module) -> list[str]:
 
 
 def norms_of(tensors: list[Tensor], clipping: str) -> list[Tensor]:
-    """Every tensor's own norm, float32: a norm in bfloat16 would be off by up to one part in 256."""
+    """Every tensor's own norm, float32 at least: a norm in bfloat16 would be off by up to one part in 256."""
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     if clipping == "foreach":
-        return list(torch._foreach_norm(tensors, 2, torch.float32))
-    return [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]
+        return list(torch._foreach_norm(tensors, 2, dtype))
+    return [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
 
 
 def scale_all(tensors: list[Tensor], factor: Tensor, clipping: str) -> None:
