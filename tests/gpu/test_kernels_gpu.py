@@ -7,6 +7,8 @@ import torch
 
 from headway.model.forward import forward_loss
 from headway.model.kernels.choose import Setting, install_kernels, measure_kernels
+from headway.model.kernels.glu import gate_case, gated_mlps_of
+from headway.model.kernels.measure import choose
 from headway.model.kernels.whole import _batch
 from headway.model.load import load_model
 from tiny import config
@@ -33,3 +35,12 @@ def test_no_candidate_is_wrong_and_the_model_stays_the_same(dtype, tmp_path, mon
         assert install_kernels(model, setting, measured).loss_head()
         after = float(forward_loss(model, batch).loss.detach())
     assert after == pytest.approx(before, rel=1e-4 if dtype == torch.float32 else 2e-2)
+
+
+def test_a_gates_time_is_the_kernels_own():
+    """0.5 GB go through it: milliseconds. Drawing its gradient on the host once took a second inside the clock."""
+    sizes = config(hidden_size=256, intermediate_size=9728)
+    mlp = gated_mlps_of(load_model(config=sizes, dtype="float32", attention="headway", seed=3).cuda())[0]
+    found = choose(gate_case(mlp, 16384, torch.bfloat16, torch.device("cuda", 0)), 20)
+    assert all(result.seconds < 0.1 for result in found.results if result.error is not None and not result.wrong)
+    assert not any("slower on a small case" in result.reason for result in found.results)

@@ -9,19 +9,24 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from headway.config.optim import OptimConfig
 from headway.data.batch import IGNORE
 from headway.model.forward import forward_logits, forward_loss
 from headway.model.head import install_loss_head, loss_head, remove_loss_head, why_no_loss_head
 from headway.model.kernels import attention, glu, layer_norm, measure, norm, residual_norm, rotary
+from headway.model.kernels import choose as choose_module
 from headway.model.kernels.cache import cache_path, cached_choice
 from headway.model.kernels.case import Candidate, Case, Choice, Result
 from headway.model.kernels.choose import Before, Chosen, Setting, install_kernels, known_or_measured, measure_kernels
 from headway.model.kernels.linear_loss import chunked_linear_loss
+from headway.model.kernels.loss_case import loss_case
 from headway.model.kernels.measure import choose
 from headway.model.kernels.whole import _batch
 from headway.model.load import load_model
 from headway.model.loss import loss_sum
+from headway.train.update_case import update_cases
 from tiny import config
 
 CPU = torch.device("cpu")
@@ -352,13 +357,147 @@ def test_the_time_for_choosing_is_kept_and_what_was_not_tried_is_named(monkeypat
     assert clock.now <= 5.0 and choice.chosen == "fast"
     reasons = {result.name: result.reason for result in choice.results}
     assert "times slower on a small case" in reasons["hopeless"] and reasons["late"] == measure.OUT_OF_TIME
-    assert "not tried for want of time: late of thing" in Chosen((choice,), (), clock.now).summary()
+    assert "not tried for want of time or memory: late of thing" in Chosen((choice,), (), clock.now).summary()
     again = known_or_measured(case, "cpu", torch.float32, 60.0)
     assert not again.cached and "late" not in measure_untried(again), "what could not be tried is not kept as a choice"
     assert known_or_measured(case, "cpu", torch.float32, 0.0).cached
     before = clock.now
     none = choose(case, 0.0)
     assert clock.now == before and none.chosen == "plain", "without time nothing is begun"
+
+
+def sine_case(rows=100, check_rows=10, **runs):
+    def inputs(count):
+        return (torch.linspace(-1, 1, count * 3).reshape(count, 3).requires_grad_(),)
+
+    return Case("thing", "3", [Candidate(name, run) for name, run in runs.items()], inputs, rows, check_rows)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that candidates move, and a device that is called cuda."""
+    found = SimpleNamespace(now=0.0)
+    fake = SimpleNamespace(monotonic=lambda: found.now, perf_counter=lambda: found.now)
+    monkeypatch.setattr(measure, "time", fake)
+    monkeypatch.setattr(measure, "inputs_device", lambda inputs: "cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return found
+
+
+def test_drawing_and_a_kernels_first_call_are_not_in_its_time(clock, monkeypatch):
+    """At full size the host takes a thousand times the kernel's time to draw a gradient; Triton compiles for seconds."""
+    normal = measure.Dice.normal
+
+    def slowly(dice, *shape):
+        clock.now += 0.1
+        return normal(dice, *shape)
+
+    monkeypatch.setattr(measure.Dice, "normal", slowly)
+    called = set()
+
+    def run(name, seconds, first):
+        def sine(x):
+            clock.now += seconds + (0.0 if (name, len(x)) in called else first)
+            called.add((name, len(x)))
+            return torch.sin(x)
+
+        return sine
+
+    found = choose(sine_case(eager=run("eager", 0.002, 0.0), triton=run("triton", 0.001, 2.0)), 15)
+    assert found.chosen == "triton"
+    assert [result.seconds for result in found.results] == pytest.approx([0.002, 0.001])
+
+
+def test_on_a_gpu_a_small_case_says_nothing_about_the_large_one(clock):
+    """Launches are all that it takes: the candidate with more of them, four times as slow there, wins at full size."""
+
+    def run(fixed, row):
+        def sine(x):
+            clock.now += fixed + row * len(x)
+            return torch.sin(x)
+
+        return sine
+
+    assert choose(sine_case(eager=run(1e-5, 1e-4), peer=run(4e-3, 1e-6)), 15).chosen == "peer"
+
+
+def fails_at(rows, failure):
+    def run(x):
+        if len(x) == rows:
+            raise failure
+        return torch.sin(x)
+
+    return run
+
+
+def test_what_fails_only_at_full_size_is_left_out_and_named(clock):
+    gone = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+    odd = RuntimeError("out of resource: shared memory")
+    case = sine_case(eager=fails_at(100, gone), odd=fails_at(100, odd), other=torch.sin)
+    found = known_or_measured(case, "cuda", torch.float32, 9.0)
+    assert found.chosen == "other" and [r.wrong for r in found.results] == [False, True, False]
+    assert found.results[0].reason == "fails at full size: there was no memory for it"
+    assert found.results[1].reason == "fails at full size: RuntimeError: out of resource: shared memory"
+    assert not known_or_measured(case, "cuda", torch.float32, 9.0).cached, "another start may have more memory"
+    alone = choose(sine_case(eager=fails_at(100, gone), odd=fails_at(100, odd)), 9.0)
+    assert alone.chosen == "eager" and all("full size" in result.reason for result in alone.results)
+    none = choose(sine_case(eager=fails_at(10, gone), other=torch.sin), 9.0)
+    assert none.chosen == "eager" and none.results[1].reason == "not measured: there was no memory for it"
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation made on the CPU."""
+
+    found = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.device.type == "cpu":
+            self.found = max(self.found, made.numel())
+        return made
+
+
+def test_inputs_and_weights_of_full_size_are_made_on_their_own_device():
+    meta, slots = torch.device("meta"), 1 << 16
+    model, gpt = small(), small("gpt_neox")
+    norms, attentions = norm.norms_of(model), rotary.rotary_attentions_of(model)
+    (kind,) = attention.attentions_of(model)
+    head = nn.Linear(512, 1 << 16, device="meta")
+    with Largest() as largest:
+        torch.zeros(7)
+        assert largest.found == 7
+        cases = [
+            attention.attention_case(kind, slots, (), torch.float32, meta),
+            norm.norm_case(norms[0], slots, torch.float32, meta),
+            residual_norm.residual_case(norms[0], "eager", slots, torch.float32, torch.float32, meta),
+            layer_norm.layer_norm_case(layer_norm.layer_norms_of(gpt)[0], slots, torch.float32, meta),
+            glu.gate_case(glu.gated_mlps_of(model)[0], slots, torch.float32, meta),
+            rotary.rotary_case(attentions[0], (4, 2), 8, slots, torch.float32, meta),
+            loss_case(head, slots, torch.float32, meta, 0.0, 0.0),
+            *update_cases(nn.Linear(1 << 10, 1 << 10, device="meta"), OptimConfig(lr=1e-3)),
+        ]
+        for case in cases:
+            made = [value for value in case.inputs(case.rows) if isinstance(value, torch.Tensor)]
+            assert made and all(value.device.type == "meta" for value in made)
+            measure.Weights().of(made)
+    assert largest.found < 5000, "less than a row for every slot"
+
+
+def test_no_operation_takes_the_time_of_the_dearest(monkeypatch):
+    """Each takes all that it gets: the head, which was last, had a thirtieth."""
+    clock, given = SimpleNamespace(now=0.0), {}
+    monkeypatch.setattr(choose_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def greedy(case, device, dtype, budget, fresh):
+        given[case.operation], clock.now = budget, clock.now + budget
+        return Choice(case.operation, case.shape, "float32", "eager")
+
+    monkeypatch.setattr(choose_module, "known_or_measured", greedy)
+    choices = measure_kernels(small(), SETTING, budget=12.0).choices
+    assert choices[0].operation == "attention" and choices[-1].operation == "linear_loss"
+    assert list(given)[:2] == ["attention", "linear_loss"]
+    assert given == {name: pytest.approx(4.0 if name in ("attention", "linear_loss") else 1.0) for name in given}
 
 
 def measure_untried(choice):

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from headway.config.load import load_run
 from headway.model.forward import embedding_rows
+from headway.model.kernels import measure
+from headway.model.kernels.measure import compare
 from headway.model.kernels.whole import _batch
 from headway.model.load import load_model
+from headway.model.precision import keep_wide
 from headway.train import compiling
 from headway.train.compiling import Decision, Length, decide, judged
 from headway.train.fitting import typical_batch
 from tiny import config, run_file
 from train.running import history, losses, run
 
+MOE = config(
+    model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8,
+)  # fmt: skip
 LONG = Length(steps=10**7, micro_batches=2)
 
 
@@ -29,6 +36,8 @@ LONG = Length(steps=10**7, micro_batches=2)
         (1.0, 0.5, 1.0, (1e-6, 2e-4), 10**6, False, "WARNING: compiled layers are wrong by 2.0e-04"),
         (1.0, 0.5, 1.0, (1e-4, 2e-4), 10**6, True, "won in the run"),  # plain rounding is as bad
         (1.0, 0.5, 1.0, (1e-6, float("inf")), 10**6, False, "wrong by inf"),
+        (1.0, 0.5, 1.0, (float("inf"), 1e-6), 10**6, False, "WARNING: the layers cannot be held against"),
+        (1.0, 0.5, 1.0, (float("nan"), float("nan")), 10**6, False, "WARNING: the layers cannot be held against"),
     ],
 )
 def test_compiling_is_held_against_the_run_and_the_reference(eager, compiled, compile_s, errors, times, on, why):
@@ -74,6 +83,38 @@ def test_a_layer_is_compiled_compared_and_put_back(monkeypatch, fault):
         assert found.compiled_error < 1e-5 and found.eager_s > 0 and found.compile_s >= 0
     else:
         assert not found.on and ("wrong by" if fault == "a scaled output" else "compiling fails") in found.why
+
+
+def test_a_router_kept_wide_has_its_gradient_in_the_wide_reference_too():
+    """Its forward is the instance's: kept by a copy, it would use the weights of the layer that was copied."""
+    model = load_model(config=MOE, dtype="float32", attention="headway", seed=3)
+    assert keep_wide(model, ["*.gate"])
+    block = model.model.layers[0]
+    call = compiling.inputs_of(block, model, _batch(embedding_rows(model)))
+    _, found = compiling.least_seconds(block, call, 1)
+    expected = compiling._wide(block, call, torch.float32)  # torch's product of experts knows no float64
+    assert compare(found, expected) < 1e-4
+    zeroed = [torch.zeros_like(x) if x.shape == block.mlp.gate.weight.shape else x for x in found]
+    assert compare(zeroed, expected) > 0.5, "the gradient that was left out"
+
+
+def test_drawing_weights_is_not_in_a_layers_seconds(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    fake = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(compiling, "time", fake)
+    monkeypatch.setattr(measure, "time", fake)
+    normal = measure.Dice.normal
+
+    def slowly(dice, *shape):
+        clock.now += 1.0
+        return normal(dice, *shape)
+
+    monkeypatch.setattr(measure.Dice, "normal", slowly)
+    model = small()
+    block = model.model.layers[0]
+    call = compiling.inputs_of(block, model, _batch(embedding_rows(model)))
+    seconds, _ = compiling.least_seconds(block, call, 1)
+    assert seconds == 0.0 and clock.now == 1.0
 
 
 def test_a_short_run_dropout_and_an_earlier_session_need_no_compiler(monkeypatch):

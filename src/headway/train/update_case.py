@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from headway.config.optim import OptimConfig
 from headway.model.kernels.case import Candidate, Case, Choice
+from headway.model.kernels.dice import Dice
 from headway.train.optim import IMPLEMENTATIONS, norms_of, scale_all
 
 MOST_ELEMENTS = 1 << 22
@@ -30,7 +31,7 @@ def update_cases(module: nn.Module, config: OptimConfig) -> list[Case]:
 
 
 def _shapes(module: nn.Module) -> list[torch.Size]:
-    """Of the trained parameters, the smallest of each kind first, as many as MOST_ELEMENTS hold; at least one."""
+    """Of the trained parameters, the smallest, then the largest of those that MOST_ELEMENTS still hold."""
     sizes = sorted((p.shape for p in module.parameters() if p.requires_grad), key=lambda shape: shape.numel())
     kept, total = sizes[:1], sizes[0].numel()
     for shape in reversed(sizes[1:]):
@@ -83,9 +84,9 @@ def _clipping_case(shapes: list[torch.Size], dtype: torch.dtype, device: torch.d
 def _inputs(
     shapes: list[torch.Size], sets: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[int], tuple[Any, ...]]:
-    generator = torch.Generator().manual_seed(43)
+    dice = Dice(43, device)
     # Drawn once: that takes longer than an update, and no candidate writes to them.
-    made = tuple(torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes * sets)
+    made = tuple(dice.normal(*shape).to(dtype) for shape in shapes * sets)
     return lambda rows: made
 
 

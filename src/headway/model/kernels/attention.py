@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from headway.model.attention import CHOSEN, NAME, PATHS, Path, attend, path_cannot
 from headway.model.forward import attention_of
 from headway.model.kernels.case import Candidate, Case, Choice
+from headway.model.kernels.dice import Dice
 from headway.model.kernels.lookup import looks_up
 
 CHECK_SLOTS = 512
@@ -72,9 +73,9 @@ def attention_case(kind: Kind, rows: int, lengths: tuple[int, ...], dtype: torch
     """
 
     def inputs(count: int) -> tuple[Any, ...]:
-        generator = torch.Generator().manual_seed(31)
+        dice = Dice(31, device)
         heads = (kind.heads, kind.kv_heads, kind.kv_heads)
-        qkv = [torch.randn(1, count, n, kind.head_dim, generator=generator).to(device, dtype) for n in heads]
+        qkv = [dice.normal(1, count, n, kind.head_dim).to(dtype) for n in heads]
         sizes = documents(count, lengths if count >= rows else ())
         table = torch.tensor([0, *sizes]).cumsum(0).to(device, torch.int32)
         sinks = torch.linspace(-1, 1, kind.heads).to(device, dtype).requires_grad_() if kind.sinks else None

@@ -17,7 +17,7 @@ from headway.model.kernels.case import Case, Choice
 from headway.model.kernels.glu import gate_case, gated_mlps_of, use_gate
 from headway.model.kernels.layer_norm import layer_norm_case, layer_norms_of, use_layer_norm
 from headway.model.kernels.loss_case import IMPLEMENTATIONS, loss_case
-from headway.model.kernels.measure import OUT_OF_TIME, UNTRIED, choose, dtype_of
+from headway.model.kernels.measure import NO_MEMORY, OUT_OF_TIME, UNTRIED, choose, dtype_of
 from headway.model.kernels.norm import norm_case, norms_of, use_norm
 from headway.model.kernels.residual_norm import residual_case, residual_layers_of, use_residual_norm
 from headway.model.kernels.rotary import rotary_attentions_of, rotary_case, use_rotary
@@ -25,6 +25,9 @@ from headway.model.kernels.whole import whole_model_differs
 
 BUDGET = 15.0
 """Seconds that choosing may take at the start of a run, all operations together."""
+DEAREST = 4.0
+"""Times the other operations' share of it that attention and the head have: a fifth and a seventh of a step on an H200,
+and the most candidates."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ class Chosen:
             return f"kernels: {used} (as in the session before)"
         where = "from earlier measurements" if all(c.cached for c in every) else f"in {self.seconds:.1f} s"
         missing = "; ".join(self.untried())
-        more = f"; not tried for want of time: {missing} (`headway bench kernels` tries them)" if missing else ""
+        told = f"; not tried for want of time or memory: {missing} (`headway bench kernels` tries them)"
+        more = told if missing else ""
         return f"kernels: {used} (chosen {where}{more})"
 
 
@@ -127,13 +131,15 @@ Names = dict[str, str]
 
 @dataclass(frozen=True)
 class _Operation:
-    """case: made from the choices so far, since what is to be beaten may be one of them."""
+    """case: made from the choices so far, since what is to be beaten may be one of them. share: of the time for
+    choosing, against the others', by what is to be won in a step."""
 
     name: str
     case: Callable[[Names], Case]
     use: Callable[[str], None]
     undo: Callable[[], None]
     settle: Callable[[Choice], Choice] = lambda choice: choice
+    share: float = 1.0
 
 
 def measure_kernels(
@@ -144,17 +150,20 @@ def measure_kernels(
     if before.plain:
         return Chosen((), (f"nothing is fused, as in the session before: {before.plain}",), 0.0, plain=before.plain)
     operations, warnings = _operations(model, setting)
-    choices: list[Choice] = []
-    for index, operation in enumerate(operations):
-        # The head comes last and is by far the dearest to measure: the others' share is left to it.
-        left = (budget - (time.monotonic() - started)) / (2 if index + 1 < len(operations) else 1)
-        case = operation.case({each.operation: each.chosen for each in choices})
-        choice, told = again_or_measured(
-            case, setting.device_name, setting.compute_dtype, left, operation.settle, fresh=fresh, before=before
+    choices: dict[str, Choice] = {}
+    # The dearest first, so that none of the small ones takes their time; what one leaves over is the next ones'.
+    waiting = sorted(operations, key=lambda each: -each.share)
+    while waiting:
+        left = budget - (time.monotonic() - started)
+        operation, share = waiting[0], waiting[0].share / sum(each.share for each in waiting)
+        case = operation.case({name: choice.chosen for name, choice in choices.items()})
+        choices[operation.name], told = again_or_measured(
+            case, setting.device_name, setting.compute_dtype, left * share, operation.settle, fresh=fresh, before=before
         )
         warnings += told
-        choices.append(choice)
-    return Chosen(tuple(choices), tuple(warnings), time.monotonic() - started)
+        waiting = waiting[1:]
+    ordered = tuple(choices[operation.name] for operation in operations)
+    return Chosen(ordered, tuple(warnings), time.monotonic() - started)
 
 
 def install_kernels(model: nn.Module, setting: Setting, chosen: Chosen) -> Chosen:
@@ -216,7 +225,7 @@ def known_or_measured(case: Case, device: str, dtype: torch.dtype, budget: float
     if known is not None:
         return known
     choice = choose(case, budget)
-    if not any(result.reason == OUT_OF_TIME for result in choice.results):
+    if not any(result.reason == OUT_OF_TIME or NO_MEMORY in result.reason for result in choice.results):
         keep_choice(key, choice)  # else the next start tries what this one could not
     return choice
 
@@ -231,7 +240,8 @@ def wrong_ones(choice: Choice) -> list[str]:
 
 
 def _operations(model: nn.Module, setting: Setting) -> tuple[list[_Operation], list[str]]:
-    found = [_attention(kind, modules, setting) for kind, modules in attentions_of(model).items()]
+    kinds = attentions_of(model)
+    found = [_attention(kind, modules, setting, DEAREST / len(kinds)) for kind, modules in kinds.items()]
     warnings: list[str] = []
     if not setting.compiled:
         found += _between_products(model, setting)
@@ -253,15 +263,21 @@ def _loss_operation(model: nn.Module, setting: Setting) -> _Operation:
         lambda names: case,
         lambda name: install_loss_head(model, IMPLEMENTATIONS[name]),
         lambda: remove_loss_head(model),
+        share=DEAREST,
     )
 
 
-def _attention(kind: Kind, modules: list[nn.Module], setting: Setting) -> _Operation:
+def _attention(kind: Kind, modules: list[nn.Module], setting: Setting, share: float) -> _Operation:
     def case(names: Names) -> Case:
         return attention_case(kind, setting.slots, setting.lengths, setting.compute_dtype, setting.device)
 
     return _Operation(
-        kind.name(), case, lambda name: use_attention(modules, name), lambda: use_attention(modules, ""), settled
+        kind.name(),
+        case,
+        lambda name: use_attention(modules, name),
+        lambda: use_attention(modules, ""),
+        settled,
+        share,
     )
 
 

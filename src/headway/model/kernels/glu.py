@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.dice import Dice
 from headway.model.kernels.peers_linear_loss import missing_on_gpu
 
 Gate = Callable[[Tensor, Tensor], Tensor]
@@ -41,8 +42,8 @@ def gate_case(module: nn.Module, rows: int, dtype: torch.dtype, device: torch.de
     act: Any = module.act_fn
 
     def inputs(count: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(13)
-        pair = [torch.randn(count, width, generator=generator).to(device, dtype) for _ in range(2)]
+        dice = Dice(13, device)
+        pair = [dice.normal(count, width).to(dtype) for _ in range(2)]
         return pair[0].requires_grad_(), pair[1].requires_grad_()
 
     def known_only() -> str | None:

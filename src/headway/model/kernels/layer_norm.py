@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.dice import Dice
 from headway.model.kernels.peers_linear_loss import missing_on_gpu
 
 LayerNorm = Callable[[Tensor, Tensor, Tensor, float], Tensor]
@@ -32,11 +33,11 @@ def layer_norm_case(module: nn.LayerNorm, rows: int, dtype: torch.dtype, device:
     width, eps = module.normalized_shape[0], module.eps
 
     def inputs(count: int) -> tuple[Tensor, Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(41)
-        x = torch.randn(count, width, generator=generator) + 1.0
-        weight, bias = torch.rand(width, generator=generator) + 0.5, torch.randn(width, generator=generator)
+        dice = Dice(41, device)
+        x = dice.normal(count, width) + 1.0
+        weight, bias = dice.uniform(width) + 0.5, dice.normal(width)
         kinds = (dtype, module.weight.dtype, module.bias.dtype)
-        made = [value.to(device, kind) for value, kind in zip((x, weight, bias), kinds, strict=True)]
+        made = [value.to(kind) for value, kind in zip((x, weight, bias), kinds, strict=True)]
         return made[0].requires_grad_(), made[1].requires_grad_(), made[2].requires_grad_()
 
     def call(function: LayerNorm) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

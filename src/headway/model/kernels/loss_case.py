@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from headway.data.batch import IGNORE
 from headway.model.head import LinearLoss
 from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.dice import Dice
 from headway.model.kernels.linear_loss import chunked_linear_loss, eager_linear_loss, triton_linear_loss
 from headway.model.kernels.peers_linear_loss import (
     cut_cannot,
@@ -41,21 +42,21 @@ def loss_case(
 ) -> Case:
     """Random hidden states and labels (a tenth without one) through the head's own sizes, in the run's own mode."""
     vocabulary, width = head.weight.shape
-    rows = max(CHECK_ROWS, min(rows, int(FLOPS_TIMED[device.type] / (6 * vocabulary * width))))
+    flops = FLOPS_TIMED["cpu" if device.type == "cpu" else "cuda"]
+    rows = max(CHECK_ROWS, min(rows, int(flops / (6 * vocabulary * width))))
 
     # Made once: drawing tens of millions of numbers takes longer than the loss. Neighbours differ, and rows repeat.
-    generator = torch.Generator().manual_seed(19)
-    pattern = torch.randn(min(vocabulary, 4099), width, generator=generator) * width**-0.5
-    weight = pattern[torch.arange(vocabulary) % len(pattern)].to(device, head.weight.dtype)
+    pattern = (Dice(19, device).normal(min(vocabulary, 4099), width) * width**-0.5).to(head.weight.dtype)
+    weight = pattern[torch.arange(vocabulary, device=device) % len(pattern)]
     weight.requires_grad_(head.weight.requires_grad)
 
     def inputs(count: int) -> tuple[Any, ...]:
-        generator = torch.Generator().manual_seed(29)
-        hidden = torch.randn(count, width, generator=generator).to(device, dtype).requires_grad_()
+        dice = Dice(29, device)
+        hidden = dice.normal(count, width).to(dtype).requires_grad_()
         bias = None if head.bias is None else torch.zeros(vocabulary, device=device, dtype=head.weight.dtype)
-        labels = torch.randint(0, vocabulary, (count,), generator=generator)
+        labels = dice.below(vocabulary, count)
         labels[::10] = IGNORE
-        return hidden, weight, bias, labels.to(device)
+        return hidden, weight, bias, labels
 
     def call(name: str) -> Any:
         function = IMPLEMENTATIONS[name]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.dice import Dice
 from headway.model.kernels.peers_linear_loss import missing_on_gpu
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
@@ -41,9 +42,9 @@ def norm_case(module: nn.Module, rows: int, dtype: torch.dtype, device: torch.de
         return lambda x, weight: function(x, weight, eps)
 
     def inputs(count: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(11)
-        x = torch.randn(count, width, generator=generator).to(device, dtype).requires_grad_()
-        weight = (torch.rand(width, generator=generator) + 0.5).to(device, module.weight.dtype).requires_grad_()  # type: ignore[arg-type]
+        dice = Dice(11, device)
+        x = dice.normal(count, width).to(dtype).requires_grad_()
+        weight = (dice.uniform(width) + 0.5).to(module.weight.dtype).requires_grad_()  # type: ignore[arg-type]
         return x, weight
 
     candidates = [

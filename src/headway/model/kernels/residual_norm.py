@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.dice import Dice
 from headway.model.kernels.lookup import innermost
 from headway.model.kernels.norm import eps_of, norm_by_name, own_norm, plain_norm
 from headway.model.kernels.peers_linear_loss import missing_on_gpu
@@ -53,13 +54,13 @@ def residual_case(
     width = int(weight.shape[0])
 
     def inputs(count: int) -> tuple[Tensor, Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(37)
-        x, residual = (torch.randn(count, width, generator=generator) for _ in range(2))
-        scale = torch.rand(width, generator=generator) + 0.5
+        dice = Dice(37, device)
+        x, residual = (dice.normal(count, width) for _ in range(2))
+        scale = dice.uniform(width) + 0.5
         return (
-            x.to(device, branch).requires_grad_(),
-            residual.to(device, stream).requires_grad_(),
-            scale.to(device, weight.dtype).requires_grad_(),
+            x.to(branch).requires_grad_(),
+            residual.to(stream).requires_grad_(),
+            scale.to(weight.dtype).requires_grad_(),
         )
 
     def call(function: ResidualNorm) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from headway.model.kernels.case import Candidate, Case
+from headway.model.kernels.dice import Dice
 from headway.model.kernels.lookup import innermost, looks_up
 from headway.model.kernels.peers_linear_loss import missing_on_gpu
 
@@ -45,13 +46,14 @@ def rotary_case(
     module: nn.Module, heads: tuple[int, int], head_dim: int, rows: int, dtype: torch.dtype, device: torch.device
 ) -> Case:
     def inputs(count: int) -> tuple[Tensor, ...]:
-        generator = torch.Generator().manual_seed(17)
+        dice = Dice(17, device)
         # As projections leave them: [1, S, H, D], seen as [1, H, S, D].
-        pair = [torch.randn(1, count, n, head_dim, generator=generator).to(device, dtype) for n in heads]
-        angle = torch.arange(count)[:, None] * 1e4 ** -(torch.arange(head_dim // 2) / (head_dim // 2))
+        pair = [dice.normal(1, count, n, head_dim).to(dtype) for n in heads]
+        turns = 1e4 ** -(torch.arange(head_dim // 2, device=device) / (head_dim // 2))
+        angle = torch.arange(count, device=device)[:, None] * turns
         angle = torch.cat([angle, angle], -1)[None]
         q, k = (x.transpose(1, 2).requires_grad_() for x in pair)
-        return q, k, angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+        return q, k, angle.cos().to(dtype), angle.sin().to(dtype)
 
     def liger_cannot() -> str | None:
         return missing_on_gpu("liger_kernel", "liger-kernel")
