@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from headway.cli.main import main
@@ -288,3 +289,20 @@ def test_bench_kernels_prints_every_candidate_and_keeps_the_choice(tmp_path, mon
         end.value.code in (0, None) and "linear_loss" in out and "chunked" in out and "its kernels are for CUDA" in out
     )
     assert (tmp_path / "home" / "kernels.json").is_file()
+
+
+def test_memory_that_runs_out_anywhere_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the model is put on the device, or as the first update makes the optimizer's state."""
+    wrong: list[RuntimeError] = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore")]
+
+    def fails(*_: object) -> None:
+        raise wrong[0]
+
+    monkeypatch.setattr("headway.config.load.load_run", fails)
+    code, _, err = call(capsys, "train", "run.yaml")
+    assert code == 1 and err.startswith("headway: CUDA out of memory. Tried to allocate 20.00 MiB: lower data.slots")
+    wrong[0] = RuntimeError("shapes do not match")
+    with pytest.raises(RuntimeError, match="shapes"):
+        main(["train", "run.yaml"])

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import tiny
@@ -24,6 +25,7 @@ from headway.config.run import RunConfig
 from headway.guard.memory import SHARED_MEMORY
 from headway.prove.verify import verify
 from headway.train.data import prepare_sources
+from headway.train.run import Run
 from headway.train.step import Learner
 from headway.tune.precision import LayerError, measure_layers, precision_lines, proposed
 from headway.tune.profile import Profile, decided, profile
@@ -66,7 +68,7 @@ def pretended(config: RunConfig, rival: float | None = None) -> Profile:
         padding=100 * slots - useful,
         recompute=33 * slots if config.model.recompute == "full" else 0,
     )
-    return Profile(Account.close(STEP, wall, parts), flops, slots, tokens, 16, wall / 1e9, 0, None)
+    return Profile(Account.close(STEP, wall, parts), flops, slots, tokens, 16, wall / 1e9, None)
 
 
 def same(before: RunConfig, after: RunConfig) -> str | None:
@@ -189,23 +191,71 @@ def test_what_is_kept_is_proved_once_and_halving_finds_the_change_at_fault(run_f
 
 
 def test_a_clear_trial_ends_early_and_an_unclear_one_goes_on() -> None:
-    inf = float("inf")
-    assert not decided(1, 1000, 1.0, 500.0, inf), "one step says too little"
-    assert decided(2, 1000, 1.0, 500.0, inf) and decided(2, 300, 1.0, 500.0, inf)
-    assert not decided(2, 540, 1.0, 500.0, inf) and not decided(9, 1000, 1.0, None, inf)
-    assert decided(2, 540, 61.0, 500.0, 60.0)
+    def after(steps: int, tokens: int, seconds: float, rival: float | None, most: float = float("inf")) -> bool:
+        one = SimpleNamespace(tokens=tokens / steps, wall_ns=seconds / steps * 1e9)
+        return decided([one] * steps, rival, most)  # type: ignore[list-item]
+
+    assert not after(1, 1000, 1.0, 500.0), "one step says too little"
+    assert after(2, 1000, 1.0, 500.0) and after(2, 300, 1.0, 500.0)
+    assert not after(2, 540, 1.0, 500.0) and not after(9, 1000, 1.0, None)
+    assert after(2, 540, 61.0, 500.0, 60.0)
 
 
-def test_a_configuration_that_does_not_run_is_put_back(run_file: Path) -> None:
+@pytest.mark.parametrize(("in_flight", "made"), [(0, 3), (1, 4)])
+def test_steps_that_the_device_still_works_on_are_no_speed(
+    in_flight: int, made: int, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU two launched steps stood over the time of one: every trial looked twice as fast, and ended there."""
+    calls: list[None] = []
+    once = Run.learn
+
+    def learn(self: Run, fed: Any) -> None:
+        calls.append(None)
+        once(self, fed)
+
+    monkeypatch.setattr(Run, "learn", learn)
+    monkeypatch.setattr(Run, "tell_finished_steps", lambda self: self.reporter.tell_finished(in_flight))
+    found = profile(load_run(run_file).config, tmp_path, steps=9, rival=1e-9)
+    assert len(calls) == made and found.documents > 0  # the warm-up, the two that are told, what was in flight
+
+
+@pytest.mark.parametrize(
+    "error",
+    [UserError("no memory for it"), torch.OutOfMemoryError("CUDA out of memory."), MemoryError()],
+    ids=["refused", "on the device", "on the host"],
+)
+def test_a_configuration_that_does_not_run_is_put_back(error: Exception, run_file: Path) -> None:
+    """On a GPU memory ends in words of its own, outside of forward and backward too: all rounds were lost."""
+
     def measure(config: RunConfig, rival: float | None) -> Profile:
         if config.model.recompute == "auto":
-            raise UserError("no memory for it")
+            raise error
         return pretended(config)
 
     found = tune(naive(run_file), measure, same, lambda done: None)
     refused = [each for each in found.rounds if each.remedy.name == "less-recompute"]
     assert [(each.kept, each.measured) for each in refused] == [(False, None)]
-    assert "no memory for it" in "\n".join(table(found))
+    assert ("no memory for it" if isinstance(error, UserError) else "does not fit into memory") in "\n".join(
+        table(found)
+    )
+
+    def check(before: RunConfig, after: RunConfig) -> str | None:
+        if after.data.packed:
+            raise error
+        return None
+
+    unproved = tune(naive(run_file), pretended, check, lambda done: None)
+    assert not unproved.config.data.packed and any("not proven" in each.verdict for each in unproved.rounds)
+
+
+def test_what_no_configuration_is_at_fault_for_ends_tuning(run_file: Path) -> None:
+    def measure(config: RunConfig, rival: float | None) -> Profile:
+        if rival is not None:
+            raise RuntimeError("shapes do not match")
+        return pretended(config)
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        tune(naive(run_file), measure, same, lambda done: None)
 
 
 TEXT = """\

@@ -85,6 +85,14 @@ def _show_usage(error: Any) -> None:
     print(f"headway: {said}; `{path} --help` lists what there is", file=sys.stderr)
 
 
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    if "torch" not in sys.modules:
+        return False
+    from headway.parallel.out_of_memory import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
 def _run(arguments: list[str], debug: bool) -> int:
     try:
         result = _command()(args=arguments, prog_name="headway", standalone_mode=False)
@@ -109,6 +117,16 @@ def _run(arguments: list[str], debug: bool) -> int:
             raise
         print(f"headway: this terminal's encoding is {error.encoding}; start with PYTHONUTF8=1", file=sys.stderr)
         return BAD_INPUT
+    except RuntimeError as error:
+        if debug or not _is_out_of_memory(error):
+            raise
+        said = str(error).partition("\n")[0].rstrip(".")
+        print(
+            f"headway: {said}: lower data.slots, shard over more ranks (parallel.fsdp) or set model.recompute=full; "
+            "--debug shows where it was",
+            file=sys.stderr,
+        )
+        return BAD_NEWS
     except OSError as error:
         if debug:
             raise

@@ -1,9 +1,9 @@
-"""Ten steps of a configuration: where the time went, how fast, how much memory."""
+"""Ten steps of a configuration: where the time went, and how fast."""
 
 from __future__ import annotations
 
 import gc
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,6 @@ class Profile:
     tokens: int
     documents: int
     seconds: float
-    memory_bytes: int
     mfu: float | None
 
     @property
@@ -46,11 +45,16 @@ CLEAR = 0.15
 """A trial this far from the speed it is held against is decided after `LEAST` steps."""
 
 
-def decided(steps: int, tokens: int, seconds: float, rival: float | None, most_seconds: float) -> bool:
-    """Whether a profile has counted enough: its time is spent, or its speed lies clearly beside the rival's."""
-    if steps < LEAST or seconds <= 0:
+def decided(told: Sequence[StepLine], rival: float | None, most_seconds: float) -> bool:
+    """Whether a profile has counted enough: its time is spent, or its speed lies clearly beside the rival's.
+
+    told: the counted steps that the device has finished. One that is only launched has tokens, and no time yet.
+    """
+    seconds = sum(line.wall_ns for line in told) / 1e9
+    if len(told) < LEAST or seconds <= 0:
         return False
-    return seconds > most_seconds or (rival is not None and abs(tokens / seconds / rival - 1) > CLEAR)
+    speed = sum(line.tokens for line in told) / seconds
+    return seconds > most_seconds or (rival is not None and abs(speed / rival - 1) > CLEAR)
 
 
 def profile(
@@ -73,19 +77,16 @@ def profile(
     run = build_apart(config, scratch, lambda: [lines])
     try:
         run.start()
-        tokens, began = 0, 0.0
-        for done in range(-warm_up, steps):
-            if done == 0:
-                began = time.perf_counter()
-            if decided(done, tokens, time.perf_counter() - began, rival, most_seconds):
-                break
+        for _ in range(warm_up + steps):
             run.clock.begin_step()
             run.tell_finished_steps()
-            fed = run.next_batch()
-            run.learn(fed)
+            if decided(lines.steps[warm_up:], rival, most_seconds):
+                run.clock.abandon()
+                break
+            run.learn(run.next_batch())
             run.collect_garbage()
-            tokens += fed.batch.tokens if done >= 0 else 0
-        run.clock.end_step()
+        else:
+            run.clock.end_step()
         run.reporter.tell_finished()
         peak = run.session_start.peak_flops
     finally:
@@ -109,6 +110,5 @@ def summed(lines: list[StepLine], peak_flops: float | None) -> Profile:
         tokens=sum(line.tokens for line in lines),
         documents=sum(line.sequences for line in lines),
         seconds=seconds,
-        memory_bytes=max(line.memory_bytes for line in lines),
         mfu=flops.useful / seconds / peak_flops if peak_flops else None,
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from headway.account.errors import UserError
@@ -19,6 +20,7 @@ from headway.account.remedy import Remedy
 from headway.config.diff import flatten
 from headway.config.dump import as_plain
 from headway.config.run import RunConfig
+from headway.parallel.out_of_memory import free_memory, is_out_of_memory
 from headway.tune.profile import Profile
 from headway.tune.registry import ranked
 
@@ -134,8 +136,8 @@ def _try(found: Tuned, remedy: Remedy, measure: Measure) -> tuple[Round, State |
     try:
         candidate = changed(found.config, dict(remedy.change))
         after = measure(candidate, found.last.speed)
-    except (UserError, ValidationError, MemoryError) as error:
-        return Round(remedy, None, None, False, f"put back: {str(error).splitlines()[0][:160]}"), None
+    except (UserError, ValidationError, MemoryError, RuntimeError) as error:
+        return Round(remedy, None, None, False, f"put back: {_why(error)}"), None
     won = after.speed / found.last.speed - 1
     if won <= WORTH:
         return Round(remedy, won, after.mfu, False, "put back: gains too little"), None
@@ -155,9 +157,20 @@ class _Proof:
         if key not in self._known:
             try:
                 self._known[key] = self.check(self.own, config)
-            except UserError as error:
-                self._known[key] = f"not proven: {str(error).splitlines()[0][:160]}"
+            except (UserError, MemoryError, RuntimeError) as error:
+                self._known[key] = f"not proven: {_why(error)}"
         return self._known[key]
+
+
+def _why(error: Exception) -> str:
+    """Why a configuration does not run. Raises what no configuration is at fault for."""
+    if isinstance(error, MemoryError) or is_out_of_memory(error):
+        error.__traceback__ = None  # its frames hold the tensors that filled the memory
+        free_memory("cuda" if torch.cuda.is_available() else "cpu")
+        return "does not fit into memory"
+    if isinstance(error, RuntimeError):
+        raise error
+    return str(error).splitlines()[0][:160]
 
 
 def _prove(found: Tuned, proof: _Proof) -> tuple[int, str]:
