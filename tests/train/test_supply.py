@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from data.memory_store import random_store
 from headway.account.errors import UserError
 from headway.account.events import Incident
+from headway.data import build_process
 from headway.data.batch import positions_of
 from headway.data.build_process import BuildProcess
 from headway.data.feed import Feeder
@@ -97,6 +99,66 @@ def test_a_loading_process_that_is_killed_is_started_again_and_the_curve_is_the_
     (told,) = [line for line in incidents(path, "process") if line.fault == "data reader failed"]
     assert "builds batches was ended by signal 9" in told.evidence and "started again at document" in told.action
     assert losses(path, "process") == losses(path, "thread")
+
+
+def small_stream() -> Stream:
+    view = View([Weighted(random_store(20))], ViewOptions(40, "drop"))
+    return Stream(view, StreamOptions(slots=48, sequences_per_step=2))
+
+
+def test_a_loading_process_that_stands_stopped_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was stopped and not killed would let training wait for ever, without a word."""
+    monkeypatch.setattr(supply_module, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(build_process, "_LOOK_S", 0.05)
+    made, told = [], []
+
+    def make(at: Position) -> Feeder:
+        made.append(Feeder(small_stream(), at, process=True, depth=1))
+        return made[-1]
+
+    supply = Supply(make, Position(), lambda *words: told.append(words))
+    first = supply.next(Position())
+    assert made[0]._builder is not None
+    os.kill(made[0]._builder.pid or 0, signal.SIGSTOP)
+    position, following = first.batch.next, []
+    for _ in range(5):  # some were ready
+        following.append(supply.next(position))
+        position = following[-1].batch.next
+    supply.close()
+    assert len(made) == 2 and told[0][0] == "data reader failed" and "stands stopped by a signal" in told[0][1]
+    with Feeder(small_stream(), first.batch.next) as expected:
+        for fed, other in zip(following, expected, strict=False):
+            assert [x.input_ids.tolist() for x in fed.micro_batches] == [
+                x.input_ids.tolist() for x in other.micro_batches
+            ]
+
+
+def test_a_long_wait_is_told_while_it_lasts_and_again_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply_module, "_LONG_S", 0.2)
+    monkeypatch.setattr(supply_module, "_SLOW_S", 0.1)
+    stream, told = small_stream(), []
+    disk = threading.Event()
+    disk.set()
+    store: Any = stream.view.stores[0]
+    original = store.tokens
+
+    def tokens(*where: int) -> Any:
+        disk.wait()
+        return original(*where)
+
+    store.tokens = tokens
+
+    def tell(fault: str, evidence: str, action: str, lost: float) -> None:
+        told.append((fault, action, lost > 0.2))
+        disk.set()  # comes back only once it has been told of
+
+    supply = Supply(lambda at: Feeder(stream, at, depth=1), Position(), tell)
+    position = supply.next(Position()).batch.next
+    disk.clear()
+    for _ in range(6):
+        position = supply.next(position).batch.next
+    supply.close()
+    assert told == [("slow data", "waits on", False), ("slow data", "went on", True)]
 
 
 def test_a_disk_that_stays_away_ends_the_run_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

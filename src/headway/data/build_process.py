@@ -1,8 +1,8 @@
 """A process that builds micro-batches, for where a thread would take turns with the training's Python.
 
 It is forked, as torch's own loader does: it shares the mapped shards and computes with numpy alone. It is told what to
-build, pieces and shapes, and knows no order of documents. One that dies is an OSError here; the reader is then made
-anew.
+build, pieces and shapes, and knows no order of documents. One that dies, or stands stopped by a signal, is an OSError
+here; the reader is then made anew.
 """
 
 from __future__ import annotations
@@ -17,12 +17,19 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 from headway.data.batch import BadDocuments, Batch, BatchBuilder
 from headway.data.global_batch import Micro
 
 _FORK = multiprocessing.get_context("fork")
 _LOOK_S = 2.0
-"""How often a waiting child looks whether its parent is still there: others may hold the parent's end of the pipe."""
+"""How often a waiting child looks whether its parent is still there (others may hold the parent's end of the pipe), and
+a waiting parent whether its child stands stopped."""
+
+
+class _Stopped(OSError):
+    pass
 
 
 class BuildProcess:
@@ -45,11 +52,14 @@ class BuildProcess:
 
         Raises:
             BadDocuments: as the builder does.
-            OSError: the process has ended; nothing more can be built by it.
+            OSError: the process has ended or stands stopped; nothing more can be built by it.
         """
         try:
             self._pipe.send_bytes(pickle.dumps((list(micro), list(padding))))
+            self._wait()
             kind, value = pickle.loads(self._pipe.recv_bytes())
+        except _Stopped:
+            raise
         except (EOFError, OSError) as error:
             raise self._ended() from error
         if kind == "bad":
@@ -62,6 +72,21 @@ class BuildProcess:
         """Ends it, whatever it is at: a thread that waits for it gets its OSError. May be called again."""
         self._process.kill()
         self._process.join()
+
+    def _wait(self) -> None:
+        """Until there is an answer. A disk may take its time; a process that was stopped never comes back by itself."""
+        stopped = 0
+        while not self._pipe.poll(_LOOK_S):
+            # Twice: Ctrl-Z stopped both, and of both this one may be the first to go on.
+            stopped = stopped + 1 if self._stands_stopped() else 0
+            if stopped == 2:
+                raise _Stopped(f"the process that builds batches (pid {self.pid}) stands stopped by a signal")
+
+    def _stands_stopped(self) -> bool:
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        except psutil.Error:  # gone: the pipe says so
+            return False
 
     def _ended(self) -> OSError:
         self._process.join(_LOOK_S)

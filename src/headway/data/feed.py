@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -83,11 +85,15 @@ class Feeder:
 
     def __next__(self) -> Fed:
         """The next global batch; waits for it. Raises what the thread raised, and StopIteration once closed."""
+        while (fed := self.within(math.inf)) is None:
+            pass
+        return fed
+
+    def within(self, seconds: float) -> Fed | None:
+        """The next global batch, or None where it is not there after so long. Raises as `__next__` does."""
         if self._failure is not None:
             raise self._failure
-        if self._closing.is_set():
-            raise StopIteration
-        fed = self._take()
+        fed = self._take(time.monotonic() + seconds)
         if isinstance(fed, BaseException):
             self._failure = fed
             raise fed
@@ -135,11 +141,13 @@ class Feeder:
             copied.record()
         return Fed(batch, placed, copied)
 
-    def _take(self) -> Fed | BaseException:
+    def _take(self, until: float) -> Fed | BaseException | None:
         while not self._closing.is_set():
             # Not for ever: a signal handler may close the feeder while its consumer waits here.
             with contextlib.suppress(queue.Empty):
                 return self._ready.get(timeout=0.1)
+            if time.monotonic() > until:
+                return None
         raise StopIteration
 
     def _offer(self, item: Fed | BaseException) -> None:

@@ -11,6 +11,8 @@ from headway.data.global_batch import Position
 
 # Below a second a wait is the account's business alone; it is a fault when it also is a large part of the step.
 _SLOW_S, _SLOW_SHARE = 1.0, 0.5
+# A wait of which the end is not in sight is told while it lasts: of a disk that hangs nobody would hear otherwise.
+_LONG_S = 30.0
 _QUIET_BATCHES = 100  # one line tells of a slow disk; a line a step would hide everything else
 _RESTARTS = 3
 _PAUSE_S = 1.0
@@ -51,7 +53,7 @@ class Supply:
     def _take(self, position: Position) -> Fed:
         for attempt in range(_RESTARTS + 1):
             try:
-                return next(self._feeder)
+                return self._patiently()
             except OSError as error:
                 evidence = f"{type(error).__name__}: {error}"
             if attempt == _RESTARTS:
@@ -69,6 +71,15 @@ class Supply:
         self._tell("data reader failed", evidence, f"stopped after {_RESTARTS} restarts", 0.0)
         said = f"data cannot be read: {evidence}; the run goes on from its newest checkpoint once it can"
         raise Stopped(said, told=True)
+
+    def _patiently(self) -> Fed:
+        """The feeder's next batch, however long that takes."""
+        fed = self._feeder.within(_LONG_S)
+        if fed is None:
+            self._tell("slow data", f"no batch for {_LONG_S:.0f} s, and none in sight", "waits on", 0.0)
+            self._quiet = 0  # how long it was in the end is told too
+            fed = next(self._feeder)
+        return fed
 
     def _judge(self, asked: float, got: float) -> None:
         waited, step = got - asked, asked - self._given
