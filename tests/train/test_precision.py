@@ -14,15 +14,17 @@ from torch import nn
 from guard.guard_helpers import on_ranks
 from headway.account.errors import UserError
 from headway.config.load import load_run
+from headway.config.train import USUAL_SENSITIVE
 from headway.model.kernels.whole import _batch
 from headway.model.load import load_model
-from headway.model.precision import keep_wide, sensitive_modules, use_float8
-from headway.parallel.device import Device
+from headway.model.precision import keep_wide, sensitive_modules, unmatched, use_float8
+from headway.parallel.device import Device, choose_device
 from headway.parallel.mesh import Layout, build_mesh
 from headway.parallel.wrap import wrap
-from headway.train import decisions, float8
+from headway.train import assemble, decisions, float8
 from headway.train.loss_scale import LossScale
 from headway.train.optim import gradient_norms, scale_gradients
+from headway.train.place import Place
 from tiny import config, run_file
 from train.running import history, losses, run
 
@@ -111,6 +113,16 @@ def test_sensitive_names_the_router_and_the_norms_but_not_the_head() -> None:
     assert not any("lm_head" in name or "expert" in name or "q_proj" in name for name in names)
     with pytest.raises(UserError, match="q_porj names no module"):
         sensitive_modules(load_model(config=config()), ["q_porj"])
+
+
+def test_a_pattern_that_protects_nothing_is_said(path: Path) -> None:
+    """A typing error behind a star would take the protection away without a word; the default's own may match nothing."""
+    model = load_model(config=config())
+    assert unmatched(model, [*USUAL_SENSITIVE, "nrom*", "*norm*"]) == ["*router*", "*.gate", "nrom*"]
+    half = load_run(path, ["train.precision=bfloat16", "train.sensitive=['nrom*', '*norm*']"]).config
+    place = Place(choose_device("cpu"), Layout(), 0, torch.bfloat16)
+    lines = assemble._precision(half, model, place, None, False)
+    assert lines[-1] == "train.sensitive: nrom* names no module: it protects nothing"
 
 
 def test_a_sensitive_layer_really_computes_in_float32_under_autocast() -> None:

@@ -93,7 +93,7 @@ def _compute_losses(compute_s: float, flops: Flops, peak_flops: float | None) ->
     if peak_flops and slow_s < -1e-6 * compute_s:
         raise ValueError(
             f"{computed / compute_s:.3g} FLOP/s were computed, more than the peak of {peak_flops:.3g}: "
-            "measure the peak again (`headway bench peak`) or correct `device.peak_flops`"
+            "measure the peak again (`headway bench peak`) or correct `hardware.peak_flops`"
         )
     if peak_flops:
         yield "kernels below peak", "compute.below_peak", max(0.0, slow_s)

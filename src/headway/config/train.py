@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from headway.config.base import Section, fault, marks
 
+USUAL_SENSITIVE = ("*norm*", "*router*", "*.gate", "lm_head")
+"""Many models lack some of these: nothing is said of it."""
+
 
 class LossConfig(Section):
     """Terms beside the cross-entropy of the trained tokens."""
@@ -76,7 +79,7 @@ class TrainConfig(Section):
         json_schema_extra=marks(identity=True),
     )
     sensitive: list[str] = Field(
-        default=["*norm*", "*router*", "*.gate", "lm_head"],
+        default=[*USUAL_SENSITIVE],
         description="Modules kept in float32 and out of float8, by name pattern; of the head only the loss is float32, "
         "its product runs in the compute type.",
         json_schema_extra=marks(identity=True, allowed="a list of name patterns, e.g. [*norm*, *.mlp.down_proj]"),

@@ -31,15 +31,20 @@ def sensitive_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn
     Raises UserError for a pattern that contains no wildcard and names nothing: it is a typing error.
     """
     head = inner_model(model).get_output_embeddings()
-    named = [
-        (name, module)
-        for name, module in model.named_modules()
-        if next(module.parameters(recurse=False), None) is not None
-    ]
-    for pattern in patterns:
-        if "*" not in pattern and pattern != "lm_head" and not any(matches(name, [pattern]) for name, _ in named):
+    for pattern in unmatched(model, patterns):
+        if "*" not in pattern and pattern != "lm_head":
             raise UserError(f"train.sensitive: {pattern} names no module of the model; patterns may hold *")
-    return {name: module for name, module in named if matches(name, patterns) and module is not head}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None and matches(name, patterns) and module is not head
+    }
+
+
+def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Those patterns that name no module with parameters of its own."""
+    named = [name for name, part in model.named_modules() if next(part.parameters(recurse=False), None) is not None]
+    return [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in named)]
 
 
 def keep_wide(model: nn.Module, patterns: Sequence[str]) -> list[str]:

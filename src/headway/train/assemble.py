@@ -10,12 +10,13 @@ from torch import nn
 
 from headway.account.errors import UserError
 from headway.config.run import RunConfig
+from headway.config.train import USUAL_SENSITIVE
 from headway.data.batch import Batch
 from headway.data.view import View
 from headway.data.vocabulary import check_vocabulary
 from headway.model.isolation import prove_isolation
 from headway.model.kernels.choose import Chosen, fused_layers, plain_layers
-from headway.model.precision import keep_wide, use_float8
+from headway.model.precision import keep_wide, unmatched, use_float8
 from headway.parallel.mesh import build_mesh
 from headway.parallel.wrap import Replicas, transformer_blocks, wrap
 from headway.train import fitting
@@ -160,4 +161,7 @@ def _precision(config: RunConfig, module: nn.Module, place: Place, float8: Float
     if place.compute_dtype != torch.float32:
         wide = keep_wide(module, config.train.sensitive)
         lines += [f"{len(wide)} modules computed in float32 by train.sensitive: {wide[0]} …"] if wide else []
+    if in_float8 or place.compute_dtype != torch.float32:
+        idle = [one for one in unmatched(module, config.train.sensitive) if one not in USUAL_SENSITIVE]
+        lines += [f"train.sensitive: {', '.join(idle)} names no module: it protects nothing"] if idle else []
     return lines
