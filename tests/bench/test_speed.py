@@ -242,6 +242,18 @@ def test_what_would_not_be_the_same_work_is_refused(
         bench_speed(other, SpeedOptions(), tmp_path / "r", lambda text: None)
 
 
+def test_a_peer_that_is_not_installed_is_said_before_any_work(tmp_path: Path) -> None:
+    """Not after minutes of preparing and of the others' starts."""
+    poor = tmp_path / "python"
+    poor.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # no site-packages
+    poor.chmod(0o755)
+    with pytest.raises(UserError, match=r"cannot run the peer trl: it lacks numpy, torch, .*trl, datasets; install"):
+        bench_speed(Path("unread.yaml"), SpeedOptions(peers=("trl",), peer_python=str(poor)), tmp_path, print)
+    poor.write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(UserError, match="a Python that runs"):
+        bench_speed(Path("unread.yaml"), SpeedOptions(peers=("hf",), peer_python=str(poor)), tmp_path, print)
+
+
 def test_the_peer_script_needs_no_headway() -> None:
     """It runs under another interpreter: importing it must not import headway."""
     file = Path(__file__).parents[2] / "src/headway/bench/speed_peer.py"

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +32,9 @@ from headway.data.view import View
 from headway.parallel.device import choose_device
 from headway.train.data import prepare_sources, training_view
 
-PEERS = ("hf", "trl")
+_TRAINER = ("numpy", "torch", "transformers", "accelerate", "psutil")
+PACKAGES = {"hf": _TRAINER, "trl": (*_TRAINER, "trl", "datasets")}
+PEERS = tuple(PACKAGES)
 ROWS = 8
 #: What float32 sums in another order may differ by; a leak or a shifted label differs by percents.
 SAME = {"fp32": 1e-4, "bf16": 1e-2}
@@ -200,6 +204,21 @@ def _refuse_unknown(options: SpeedOptions) -> None:
             raise UserError(f"bench speed: no peer {name!r}; known: {', '.join(PEERS)}")
     if options.peer_python is not None and not Path(options.peer_python).is_file():
         raise UserError(f"bench speed: --peer-python {options.peer_python}: there is no such interpreter")
+    python = options.peer_python or sys.executable
+    for name in options.peers:
+        missing = _missing(python, PACKAGES[name])
+        if missing:
+            raise UserError(
+                f"bench speed: {python} cannot run the peer {name}: it lacks {', '.join(missing)}; install it there "
+                "(torch pinned in the same command), or name an interpreter that has it: --peer-python"
+            )
+
+
+def _missing(python: str, packages: Sequence[str]) -> list[str]:
+    """What of it the interpreter cannot find, in a tenth of a second; importing it takes many."""
+    code = "import sys, importlib.util as u; print(*(name for name in sys.argv[1:] if u.find_spec(name) is None))"
+    done = subprocess.run([python, "-c", code, *packages], capture_output=True, text=True)
+    return done.stdout.split() if done.returncode == 0 else [f"a Python that runs ({done.stderr.strip()[-200:]})"]
 
 
 def _refuse_unequal(run_file: Path, config: RunConfig) -> None:
@@ -256,8 +275,6 @@ def _write_settings(config: RunConfig, view: View, chosen: Chosen, options: Spee
 
 
 def _contestants(config: RunConfig, options: SpeedOptions, settings: Path, scratch: Path) -> list[Contestant]:
-    import sys
-
     values = json.loads(settings.read_text(encoding="utf-8"))
     found = []
     for name in options.presets:

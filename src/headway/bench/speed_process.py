@@ -113,7 +113,7 @@ class Contestant:
 
     def _last_words(self) -> str:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return f"{lines[-1][:300] if lines else 'nothing said'} (all of it in {self.log})"
+        return f"{lines[-1][:300] if lines else 'nothing said'} (--scratch FOLDER keeps {self.log.name})"
 
 
 def _how(code: int) -> str:
