@@ -18,9 +18,10 @@ from headway.account.errors import UserError
 from headway.config.load import load_run
 from headway.config.run import RunConfig
 from headway.data.batch import Batch
+from headway.prove.coverage import other_step
 from headway.prove.judge import judge
 from headway.prove.rebatch import refuse_other_documents
-from headway.prove.report import lines, other_steps
+from headway.prove.report import lines
 from headway.prove.trainee import StepFigures, Trainee, prepared
 from headway.prove.verify import ROUNDING, Verified, reference_of, verify
 from headway.train.optim import gradient_norms, scale_gradients
@@ -296,7 +297,10 @@ def test_another_global_batch_is_said_to_be_not_compared(run_file: Path, tmp_pat
     found = verify(a, b, tmp_path, steps=1, held_out=1, say=lambda text: None)
     assert found.verdict.same and "the global batch is not compared" in "\n".join(lines(found))
     assert 2.5 < found.own_steps[0] / found.own_steps[1] < 3.5
-    assert not other_steps(dataclasses.replace(found, own_steps=(100.0, 95.0)))
+    rows = config(run_file, "data.pack=none")
+    assert found.exit_code == 3 and other_step(a, rows, (100.0, 130.0)) and not other_step(a, rows, (100.0, 120.0))
+    larger = config(run_file, "data.slots=480", "train.global_batch_sequences=1")
+    assert not other_step(a, larger, found.own_steps), "as tune makes it: the same slots in fewer packs"
 
 
 def test_a_run_of_many_ranks_is_driven_by_one(run_file: Path, tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def verify(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the record as JSON.")] = False,
 ) -> int:
-    """Train two configurations on the same documents from the same weights; exit code 1 when they disagree.
+    """Train two configurations on the same documents from the same weights; exit code 1 when they disagree, 3 when they
+    agree but a step of one is larger.
 
     Example: headway verify run.yaml --change preset=fast --html verify.html
     """
@@ -65,7 +66,7 @@ def verify(
         print_json(record(found))
     else:
         print("\n".join(lines(found)))
-    return 0 if found.verdict.same else 1
+    return found.exit_code
 
 
 def register(app: typer.Typer) -> None:

@@ -6,7 +6,7 @@ import html
 import math
 from collections.abc import Sequence
 
-from headway.prove.report import lines
+from headway.prove.report import lines, words
 from headway.prove.verify import Verified
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 460, 220, 64, 28
@@ -31,7 +31,7 @@ Curve = tuple[str, str, Sequence[float], str]
 def page(found: Verified, a: str, b: str) -> str:
     """The page; `a` and `b` name the two sides."""
     verdict = found.verdict
-    word, kind = ("the same training", "good") if verdict.same else ("not the same training", "bad")
+    kind = "bad" if found.exit_code else "good"
     sides = [("A", "var(--a)", found.a, ""), ("B", "var(--b)", found.b, "5 4")]
     charts = [
         _chart("loss, nats per trained token", [(n, c, t.losses, d) for n, c, t, d in sides], log=False),
@@ -46,11 +46,18 @@ def page(found: Verified, a: str, b: str) -> str:
     )
     return (
         f"<!doctype html><html lang=en><meta charset=utf-8><title>headway verify</title><style>{_STYLE}</style>"
-        f"<h1>{html.escape(a)} (A) and {html.escape(b)} (B): <span class={kind}>{word}</span></h1>"
+        f"<h1>{html.escape(a)} (A) and {html.escape(b)} (B): <span class={kind}>{html.escape(words(found))}</span></h1>"
+        f"{_not_compared(found)}"
         f"<div class=charts>{''.join(charts)}</div>"
         "<table><tr><th>test</th><th>B against A</th><th>limit</th><th>band</th><th>worst at</th></tr>"
         f"{rows}</table>{_cosine_table(found)}<pre>{html.escape(chr(10).join(lines(found)))}</pre></html>\n"
     )
+
+
+def _not_compared(found: Verified) -> str:
+    rows = [f"differs, not compared: {change}" for change in found.uncompared]
+    rows += [f"not the same steps: {found.other_step}"] if found.other_step else []
+    return "".join(f"<p class=bad>{html.escape(row)}</p>" for row in rows)
 
 
 def _against_band(pairs: Sequence[tuple[float, float]]) -> list[Curve]:

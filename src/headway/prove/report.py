@@ -8,16 +8,13 @@ from typing import Any
 
 from headway.prove.verify import Verified
 
-STEP = 0.1
-"""Share by which mean steps of the same size may differ: packs are not full alike."""
-
 
 def lines(found: Verified) -> Iterator[str]:
     """The verdict, every test with its limit, and what differs between the two configurations."""
     verdict = found.verdict
-    yield from (f"differs: {change}" for change in found.differences)
-    if note := other_steps(found):
-        yield note
+    yield from (
+        f"differs{', not compared' if change in found.uncompared else ''}: {change}" for change in found.differences
+    )
     yield f"{found.steps} steps; band: A again, its documents in another order, first weights shaken by one rounding"
     yield f"{'':<31}{'B against A':>14}{'limit':>12}{'band':>12}  where"
     for test in verdict.tests:
@@ -34,7 +31,9 @@ def lines(found: Verified) -> Iterator[str]:
     if verdict.seed_band is not None:
         yield f"another seed moves the mean loss of these steps by {verdict.seed_band:.2%}"
     if verdict.same:
-        yield "the same training: every difference is within what rounding and the order of sums do to A itself"
+        yield f"{words(found)}: every difference is within what rounding and the order of sums do to A itself"
+        if found.other_step:
+            yield f"NOT the same steps: the global batch is not compared, both sides made A's steps; {found.other_step}"
     else:
         yield "NOT the same training: " + "; ".join(
             f"{test.name} is off by {test.value:.3g}, {test.limit:.3g} is allowed ({test.where})"
@@ -47,24 +46,27 @@ def _spread(pairs: Sequence[tuple[float, float]]) -> str:
     return f"max {max(values):.3g}, mean {sum(values) / len(values):.3g}" if values else "no step is finite"
 
 
-def other_steps(found: Verified) -> str:
-    """That the global batches were not compared, where they hold other numbers of tokens; else empty."""
-    a, b = found.own_steps
-    if abs(a - b) <= STEP * a:
-        return ""
-    return (
-        f"the global batch is not compared: both sides made A's steps; in its own run a step has {a:,.0f} tokens in A, "
-        f"{b:,.0f} in B"
-    )
+def words(found: Verified) -> str:
+    """The verdict in a few words, which promise no more than was compared."""
+    if not found.verdict.same:
+        return "not the same training"
+    if found.other_step:
+        return "the same from the same documents, but in steps of another size"
+    if found.open:
+        return f"the same training as far as compared (not {', '.join(change.key for change in found.open)})"
+    return "the same training"
 
 
 def record(found: Verified) -> dict[str, Any]:
     """Everything, as plain values."""
     verdict = found.verdict
     return {
-        "same": verdict.same,
+        "same": found.exit_code == 0,
         "steps": found.steps,
         "differences": [{"key": change.key, "a": change.before, "b": change.after} for change in found.differences],
+        "not_compared": [change.key for change in found.uncompared],
+        "verdict": words(found),
+        "other_step": found.other_step or None,
         "tests": [
             {
                 "name": test.name,

@@ -19,6 +19,7 @@ class Trajectory:
     """losses and grad_norms per step; gradients sampled at chosen steps; update: sampled change of the weights.
 
     Both samples are by tensor name. tokens, held_tokens: trained tokens behind each loss and behind held_out.
+    shapes: of every trained parameter, by its full name.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Trajectory:
     held_out: float = math.nan
     tokens: list[int] = field(default_factory=list)
     held_tokens: int = 0
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def chosen_steps(steps: int) -> tuple[int, ...]:
@@ -36,9 +38,13 @@ def chosen_steps(steps: int) -> tuple[int, ...]:
     return tuple(sorted({0, steps // 2, steps - 1}))
 
 
+def shapes_of(trainee: Trainee) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in trainee.module.named_parameters() if p.requires_grad}
+
+
 def follow(name: str, trainee: Trainee, steps: Steps, tell: Callable[[str], None]) -> Trajectory:
     """Trains through all steps and evaluates on the held-out ones."""
-    found = Trajectory(name)
+    found = Trajectory(name, shapes=shapes_of(trainee))
     before = sample(trainee.module, "data")
     looked_at = chosen_steps(steps.trained)
     for number in range(steps.trained):

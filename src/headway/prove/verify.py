@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,11 @@ from headway.account.errors import UserError
 from headway.config.diff import Change, config_diff
 from headway.config.run import RunConfig
 from headway.parallel.device import choose_device
+from headway.prove.coverage import of_meaning, other_step, refuse_other_tensors, refuse_tensors_apart, uncompared
 from headway.prove.judge import Verdict, judge
 from headway.prove.rebatch import Steps, documents_of, refuse_other_documents, tokens_per_step
 from headway.prove.trainee import Trainee
-from headway.prove.trajectory import Trajectory, follow
+from headway.prove.trajectory import Trajectory, follow, shapes_of
 from headway.train.data import prepare_sources
 
 #: One unit of rounding, relative, of what matrix products and stored weights are rounded to: 2^-p with p bits of
@@ -33,6 +34,8 @@ class Verified:
 
     unseen: the held-out loss is over documents that the steps did not train on. own_steps: real tokens of a mean step
     of A's and of B's own global batch; both made A's steps here.
+    uncompared: those differences that no step here depends on; open: those of them that make another training of it.
+    other_step: how B's own steps are larger or smaller than A's, in words; empty where they are not.
     """
 
     verdict: Verdict
@@ -43,6 +46,14 @@ class Verified:
     steps: int
     unseen: bool = True
     own_steps: tuple[float, float] = (0.0, 0.0)
+    uncompared: tuple[Change, ...] = ()
+    open: tuple[Change, ...] = ()
+    other_step: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0: the same training as far as compared; 1: not; 3: the same from the same documents, in other steps."""
+        return 1 if not self.verdict.same else 3 if self.other_step else 0
 
 
 def verify(
@@ -63,21 +74,35 @@ def verify(
     dropout. make_a, make_b: for tests, which plant faults.
 
     Raises:
-        UserError: the two do not train on the same documents, or one of them cannot be built.
+        UserError: the two do not train the same tensors on the same documents, or one of them cannot be built.
     """
     refuse_other_documents(a, b)
     refuse_measured_precision("verify", a, b)
+    refuse_other_tensors(a, b)
     prepare_sources(a, say)
     plan = documents_of(a, steps, held_out)
     _refuse_short_packs(b, plan)
     trajectory_a = _follow("A", lambda: make_a(a, scratch / "a"), plan, say)
     twin_config, noise = _coarser(a, b)
     twin = _follow("A again", lambda: make_a(twin_config, scratch / "twin", noise=noise, reorder=1), plan, say)
-    trajectory_b = _follow("B", lambda: make_b(b, scratch / "b"), plan, say)
+    trajectory_b = _follow("B", lambda: make_b(b, scratch / "b"), plan, say, trajectory_a.shapes)
     spread = _seed_spread(a, scratch, steps, trajectory_a, say) if seed_band else None
     verdict = judge(trajectory_a, trajectory_b, twin, spread, rounding=min(noise, ROUNDING["bfloat16"]))
     own = tokens_per_step(a, plan.view), tokens_per_step(b, plan.view)
-    return Verified(verdict, trajectory_a, trajectory_b, twin, tuple(config_diff(a, b)), steps, plan.unseen, own)
+    beside = uncompared(a, b)
+    return Verified(
+        verdict,
+        trajectory_a,
+        trajectory_b,
+        twin,
+        tuple(config_diff(a, b)),
+        steps,
+        plan.unseen,
+        own,
+        tuple(beside),
+        tuple(of_meaning(beside, a, b)),
+        other_step(a, b, own),
+    )
 
 
 def refuse_measured_precision(command: str, *configs: RunConfig) -> None:
@@ -119,9 +144,14 @@ def _refuse_short_packs(config: RunConfig, plan: Steps) -> None:
         raise UserError(f"verify: data.slots = {config.data.slots} does not hold the longest document")
 
 
-def _follow(name: str, make: Callable[[], Trainee], plan: Steps, say: Say) -> Trajectory:
+def _follow(
+    name: str, make: Callable[[], Trainee], plan: Steps, say: Say, like: Mapping[str, tuple[int, ...]] | None = None
+) -> Trajectory:
+    """like: names and shapes of A's trained tensors, which the built model has, too."""
     trainee = make()
     try:
+        if like is not None:
+            refuse_tensors_apart(like, shapes_of(trainee))
         return follow(name, trainee, plan, say)
     finally:
         trainee.close()
