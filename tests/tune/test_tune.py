@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import signal
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from headway.config.run import RunConfig
 from headway.guard.memory import SHARED_MEMORY
 from headway.prove.verify import verify
 from headway.train.data import prepare_sources
+from headway.train.reporter import Reporter
 from headway.train.run import Run
 from headway.train.step import Learner
 from headway.tune.precision import LayerError, measure_layers, precision_lines, proposed
@@ -356,6 +358,17 @@ def test_a_profile_of_the_real_thing_and_its_proof(
     usual = tuple(signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM))
     assert len(handlers) == 3 + 3 + 3 * 2 and set(handlers) == {usual}, "Ctrl-C ends the command, not the next save"
     assert not list(shared_memory.iterdir()), "every trial left a claim on memory checkpoints in /dev/shm"
+
+
+@pytest.mark.parametrize(("compiling", "counted"), [({1}, 2), (set(range(9)), 4)], ids=["another bucket", "a storm"])
+def test_a_step_in_which_something_is_compiled_does_not_count_unless_all_are(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiling: set[int], counted: int
+) -> None:
+    number = itertools.count()
+    monkeypatch.setattr(Reporter, "_recompiles", lambda self: int(next(number) in compiling))
+    config = load_run(run_file, ["data.pack=none", "data.rows=1", "train.global_batch_sequences=2"]).config
+    seen = profile(config, tmp_path, steps=2)
+    assert (next(number), seen.documents) == (5, 2 * counted)
 
 
 def test_precision_names_the_module_that_errs(run_file: Path, tmp_path: Path) -> None:

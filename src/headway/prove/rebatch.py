@@ -19,7 +19,15 @@ from headway.data.view import View
 from headway.train.data import make_stream, training_view
 
 #: Keys that decide which documents there are. Two configurations with others cannot be compared step by step.
-SAME_DOCUMENTS = ("data.sources", "data.seq_len", "data.overlong", "data.labels", "data.keep_untrained", "eval.holdout")
+SAME_DOCUMENTS = (
+    "data.sources",
+    "data.seq_len",
+    "data.overlong",
+    "data.labels",
+    "data.keep_untrained",
+    "data.keep_tails",
+    "eval.holdout",
+)
 
 
 @dataclass(frozen=True)

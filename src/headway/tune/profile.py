@@ -41,6 +41,8 @@ class Profile:
 
 LEAST = 2
 """Steps that any profile counts."""
+MOST = 2
+"""Times the steps asked for that are made at the most, where something is compiled in some."""
 CLEAR = 0.15
 """A trial this far from the speed it is held against is decided after `LEAST` steps."""
 
@@ -68,6 +70,10 @@ def profile(
 ) -> Profile:
     """Runs `warm_up` steps that do not count and up to `steps` that do, in the words of the training loop.
 
+    A step in which something was compiled does not count either: a layer is compiled once for the first bucket of the
+    document table and once for any other, at whatever step that comes, and a run pays it once. Where compiling does
+    not end, it is what the training costs, and every step counts.
+
     rival: effective tokens/s to be held against, which ends a clear case early; most_seconds: of the counted steps.
 
     Raises:
@@ -77,16 +83,20 @@ def profile(
     run = build_apart(config, scratch, lambda: [lines])
     try:
         run.start()
-        for _ in range(warm_up + steps):
+        made = 0
+        while True:
             run.clock.begin_step()
             run.tell_finished_steps()
-            if decided(lines.steps[warm_up:], rival, most_seconds):
+            told = lines.steps[warm_up:]
+            found = counted(told)
+            if decided(found, rival, most_seconds) or made >= warm_up + min(
+                steps + len(told) - len(found), MOST * steps
+            ):
                 run.clock.abandon()
                 break
             run.learn(run.next_batch())
             run.collect_garbage()
-        else:
-            run.clock.end_step()
+            made += 1
         run.reporter.tell_finished()
         peak = run.session_start.peak_flops
     finally:
@@ -95,7 +105,17 @@ def profile(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return summed(lines.steps[warm_up:], peak)
+    told = lines.steps[warm_up:]
+    found = counted(told)
+    return summed(found if len(found) >= min(LEAST, steps) else told, peak)
+
+
+def counted(told: Sequence[StepLine]) -> list[StepLine]:
+    """The steps in which nothing was compiled. Neither counts the one behind: on a device a step's line is written when
+    the next has been launched, and that may be the one that waited."""
+    return [
+        line for number, line in enumerate(told) if not line.recompiles and not (number and told[number - 1].recompiles)
+    ]
 
 
 def summed(lines: list[StepLine], peak_flops: float | None) -> Profile:
