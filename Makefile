@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
+# Images for containers set it. Every Python that imports torch would then compile all of it again, which takes longer
+# than importing it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-kernels lint format setup setup-demo clean
 
@@ -18,8 +21,10 @@ demo: setup-demo
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q
+	@# mypy uses one core: beside the tests, not before them. It tells what it found as soon as it is done.
+	$(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -q; tests=$$?; \
+	wait $$types && exit $$tests
 
 # Triton beside a torch for CPUs is large and works in its interpreter only, so it is not part of `make test`.
 test-kernels: setup

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# What the tests import stays: looking through it for garbage, again and again, is a tenth of the importing.
+gc.disable()
 
 # An example that takes long on a busy machine is no failure, and one that fails here must fail everywhere: the same
 # examples each time. `--hypothesis-profile=search` looks for others.
@@ -43,6 +48,15 @@ atexit.register(_tidy_up)
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 # Files go to the workers whole and in this order: a long one begun last would leave the other worker idle.
 _LONGEST_FIRST = ("train", "faults", "prove", "guard", "bench", "cli", "tune", "diagnose", "plan")
 
@@ -70,8 +84,6 @@ _WORTH_A_LOOK = 300_000
 @pytest.fixture(autouse=True, scope="module")
 def _libraries_are_not_garbage() -> None:
     """Every run collects garbage when it starts, and would look through all that torch and transformers made."""
-    import gc
-
     _FROZEN["since the last look"] += len(gc.get_objects())  # those not frozen yet: counting the others takes long
     if _FROZEN["since the last look"] > _WORTH_A_LOOK:
         gc.unfreeze()  # the runs of earlier files left their models here

@@ -103,7 +103,7 @@ def curve(
     if rank == layout.world_size - 1:
         fault.plant(module)
         _plant_in_loss(fault)
-    stream = make_stream(sequences=4 * layout.world_size)
+    stream = make_stream(sequences=3 * layout.world_size)
     batch = stream.global_batch(Position())
     found: list[str] = []
     for step in range(STEPS):
