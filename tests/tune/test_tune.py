@@ -19,6 +19,7 @@ import tiny
 from headway.account.account import Account
 from headway.account.errors import UserError
 from headway.account.events import Flops
+from headway.account.remedy import Remedy
 from headway.account.tree import STEP
 from headway.cli.main import main
 from headway.config.load import load_run
@@ -32,7 +33,7 @@ from headway.train.step import Learner
 from headway.tune.precision import LayerError, measure_layers, precision_lines, proposed
 from headway.tune.profile import Profile, decided, profile
 from headway.tune.registry import DATA, larger_micro_batch, pack, ranked
-from headway.tune.rounds import PROVED, Round, beside, changed, table, tune
+from headway.tune.rounds import PROVED, Round, State, Tuned, _try, beside, changed, table, tune
 from headway.tune.write import Setting, as_overrides, given, own_name, tuned_path, tuned_text, why_not_the_same
 
 
@@ -50,7 +51,7 @@ def naive(run_file: Path) -> RunConfig:
     return load_run(run_file, ["preset=naive", "data.rows=4", "train.global_batch_sequences=16"]).config
 
 
-def pretended(config: RunConfig, rival: float | None = None) -> Profile:
+def pretended(config: RunConfig, rival: Profile | None = None) -> Profile:
     """A machine by formula: time is slots, a third more for recompute, and a fixed cost a micro-batch. No clock."""
     tokens = 10_000
     slots = tokens if config.data.packed else 3 * tokens
@@ -97,7 +98,7 @@ def test_what_was_found_is_held_against_a_preset_in_turn(run_file: Path) -> None
     found = tune(naive(run_file), pretended, same, lambda done: None)
     seen: list[RunConfig] = []
 
-    def measure(config: RunConfig, rival: float | None) -> Profile:
+    def measure(config: RunConfig, rival: Profile | None) -> Profile:
         seen.append(config)
         return pretended(config)
 
@@ -197,9 +198,10 @@ def test_a_clear_trial_ends_early_and_an_unclear_one_goes_on() -> None:
         one = SimpleNamespace(tokens=tokens / steps, wall_ns=seconds / steps * 1e9)
         return decided([one] * steps, rival, most)  # type: ignore[list-item]
 
-    assert not after(1, 1000, 1.0, 500.0), "one step says too little"
-    assert after(2, 1000, 1.0, 500.0) and after(2, 300, 1.0, 500.0)
-    assert not after(2, 540, 1.0, 500.0) and not after(9, 1000, 1.0, None)
+    assert not after(1, 3000, 3.0, 500.0), "one step says too little"
+    assert after(2, 3000, 3.0, 500.0) and after(2, 900, 3.0, 500.0)
+    assert not after(2, 1620, 3.0, 500.0) and not after(9, 3000, 3.0, None)
+    assert not after(9, 180, 0.18, 500.0), "nine steps of 20 ms save nothing"
     assert after(2, 540, 61.0, 500.0, 60.0)
 
 
@@ -217,7 +219,9 @@ def test_steps_that_the_device_still_works_on_are_no_speed(
 
     monkeypatch.setattr(Run, "learn", learn)
     monkeypatch.setattr(Run, "tell_finished_steps", lambda self: self.reporter.tell_finished(in_flight))
-    found = profile(load_run(run_file).config, tmp_path, steps=9, rival=1e-9)
+    monkeypatch.setattr("headway.tune.profile.LEAST_SECONDS", 0.0)
+    config = load_run(run_file).config
+    found = profile(config, tmp_path, steps=9, rival=replace(pretended(config), seconds=1e12))
     assert len(calls) == made and found.documents > 0  # the warm-up, the two that are told, what was in flight
 
 
@@ -229,7 +233,7 @@ def test_steps_that_the_device_still_works_on_are_no_speed(
 def test_a_configuration_that_does_not_run_is_put_back(error: Exception, run_file: Path) -> None:
     """On a GPU memory ends in words of its own, outside of forward and backward too: all rounds were lost."""
 
-    def measure(config: RunConfig, rival: float | None) -> Profile:
+    def measure(config: RunConfig, rival: Profile | None) -> Profile:
         if config.model.recompute == "auto":
             raise error
         return pretended(config)
@@ -251,13 +255,51 @@ def test_a_configuration_that_does_not_run_is_put_back(error: Exception, run_fil
 
 
 def test_what_no_configuration_is_at_fault_for_ends_tuning(run_file: Path) -> None:
-    def measure(config: RunConfig, rival: float | None) -> Profile:
+    def measure(config: RunConfig, rival: Profile | None) -> Profile:
         if rival is not None:
             raise RuntimeError("shapes do not match")
         return pretended(config)
 
     with pytest.raises(RuntimeError, match="shapes do not match"):
         tune(naive(run_file), measure, same, lambda done: None)
+
+
+def test_what_auto_leaves_as_it_was_changes_nothing_and_is_not_measured(run_file: Path, tmp_path: Path) -> None:
+    """`compile: auto` that decides off, for so few steps of the whole run: it was kept for +36 %, all of it noise."""
+    own = load_run(run_file, ["train.compile=false", "model.recompute=none", "train.steps=60"]).config
+    folders = (tmp_path / str(number) for number in range(10))
+    before = profile(own, next(folders), steps=1)
+    for change in ({"train.compile": "auto"}, {"model.recompute": "auto"}):
+        remedy = Remedy("compile", (), (0.0, 0.1), ("",), change, "")
+        done, state = _try(
+            Tuned([State(own, before)]),
+            remedy,
+            lambda config, rival: profile(config, next(folders), steps=1, rival=rival),
+        )
+        assert state is None and not done.kept and done.measured is None
+        words = "compile: off, 60 steps could win back" if "train.compile" in change else "recompute none"
+        assert done.verdict.startswith(f"changes nothing here: {words}")
+
+
+def test_a_gain_within_the_spread_of_the_steps_is_put_back(run_file: Path) -> None:
+    own = naive(run_file)
+    remedy = Remedy("fuse-loss", (), (0.0, 0.1), ("",), {"model.fuse": "auto"}, "")
+
+    def tried(left: list[float], right: list[float], tokens: int = 100) -> Round:
+        before, after = (
+            replace(pretended(own), steps=steps, tokens=sum(n for n, _ in steps), seconds=sum(s for _, s in steps))
+            for steps in (tuple((100, s) for s in left), tuple((tokens, s) for s in right))
+        )
+        return _try(Tuned([State(own, before)]), remedy, lambda config, rival: after)[0]
+
+    assert tried([1.0] * 8, [0.9] * 8).kept, "steady steps show 11 %"
+    noisy = tried([1.0, 1.5, 0.8, 1.3] * 2, [0.9, 0.8, 1.4, 1.0] * 2)
+    assert not noisy.kept and noisy.measured is not None and 0.01 < noisy.measured < noisy.spread
+    assert noisy.verdict == "put back: gains no more than single steps differ by" and "±" in noisy.gain
+    uneven = [0.5, 1.0, 2.0, 4.0] * 2  # of other documents each, the same on both sides: not the machine's noise
+    assert tried(uneven, [0.9 * each for each in uneven]).kept
+    assert not tried(uneven, [0.9 * each for each in uneven], tokens=101).kept, "other documents: nothing is known"
+    assert tried([1.0, 1.1] * 4, [0.3, 0.33] * 4, tokens=110).kept
 
 
 TEXT = """\
@@ -351,7 +393,7 @@ def test_a_profile_of_the_real_thing_and_its_proof(
     seen = profile(config, tmp_path / "a", steps=2)
     assert 0.1 < seen.padding < 0.9 and seen.flops.recompute > 0 and seen.account.share("compute") > 0.3
     packed = changed(config, dict(ranked(config, seen)[0].change))
-    after = profile(packed, tmp_path / "b", steps=2)
+    after = profile(packed, tmp_path / "b", steps=2, rival=seen)
     assert after.padding < seen.padding
     assert 0.5 < (after.tokens / 2) / (seen.tokens / 2) < 2  # about the same documents a step
     assert verify(config, packed, tmp_path / "v", steps=2, held_out=1, say=lambda text: None).verdict.same

@@ -73,7 +73,7 @@ def _tune(
     from headway.config.load import load_run
     from headway.prove.verify import verify
     from headway.record.files import write_atomic
-    from headway.tune.profile import Profile, profile
+    from headway.tune.profile import LEAST_SECONDS, Profile, profile
     from headway.tune.rounds import Round, beside, table
     from headway.tune.rounds import tune as run_tune
     from headway.tune.write import as_overrides, given, own_name, tuned_path
@@ -83,9 +83,10 @@ def _tune(
         other = load_run(run_file, [*(o for o in overrides if not o.startswith("preset=")), f"preset={against}"]).config
     number = iter(range(10**6))
 
-    def measure(candidate: RunConfig, rival: float | None) -> Profile:
+    def measure(candidate: RunConfig, rival: Profile | None) -> Profile:
         folder = scratch / str(next(number))
-        return profile(candidate, folder, steps=steps, rival=rival, most_seconds=most_seconds)
+        least = min(LEAST_SECONDS, most_seconds)
+        return profile(candidate, folder, steps=steps, rival=rival, least_seconds=least, most_seconds=most_seconds)
 
     def check(before: RunConfig, after: RunConfig) -> str | None:
         _say(f"verifying: the run file's own training and what was kept of it, {verify_steps} steps")
@@ -98,7 +99,7 @@ def _tune(
         return f"not the same training ({worst.name} off by {worst.value:.3g}, {worst.limit:.3g} allowed)"
 
     def tell(done: Round) -> None:
-        _say(f"{done.remedy.name}: {done.verdict}" + ("" if done.measured is None else f" ({done.measured:+.1%})"))
+        _say(f"{done.remedy.name}: {done.verdict}" + ("" if done.measured is None else f" ({done.gain})"))
 
     found = run_tune(loaded.config, measure, check, tell)
     if not json:
@@ -134,7 +135,7 @@ def _kept(found: Any) -> list[Setting]:
 
     settings = []
     for each in found.kept:
-        note = f"tuned: {each.remedy.name}, {each.measured:+.1%} tokens/s; {each.remedy.evidence[0]}"
+        note = f"tuned: {each.remedy.name}, {each.gain} tokens/s; {each.remedy.evidence[0]}"
         settings += [Setting(key, value, note) for key, value in each.remedy.change.items()]
     return settings
 
@@ -164,6 +165,7 @@ def _record(found: Any) -> dict[str, Any]:
                 "evidence": list(each.remedy.evidence),
                 "predicted": each.remedy.gain,
                 "measured": each.measured,
+                "spread": each.spread,
                 "mfu": each.mfu,
                 "kept": each.kept,
                 "verdict": each.verdict,

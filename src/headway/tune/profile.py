@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import gc
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from headway.account.account import Account
+from headway.account.errors import UserError
 from headway.account.events import Flops, StepLine
 from headway.config.run import RunConfig
 from headway.prove.trainee import build_apart
 from headway.train.step_lines import StepLines, account_of
+from headway.tune.running import Running, running
 
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured steps together. tokens are real ones; mfu 0 to 1, None where the peak is unknown."""
+    """The measured steps together. tokens are real ones; mfu 0 to 1, None where the peak is unknown.
+
+    steps: tokens and seconds of each. running: what ran.
+    """
 
     account: Account
     flops: Flops
@@ -27,6 +33,8 @@ class Profile:
     documents: int
     seconds: float
     mfu: float | None
+    steps: tuple[tuple[int, float], ...] = ()
+    running: Running | None = None
 
     @property
     def speed(self) -> float:
@@ -44,7 +52,19 @@ LEAST = 2
 MOST = 2
 """Times the steps asked for that are made at the most, where something is compiled in some."""
 CLEAR = 0.15
-"""A trial this far from the speed it is held against is decided after `LEAST` steps."""
+"""A trial this far from the speed it is held against is decided early, once it has lasted `LEAST_SECONDS`."""
+LEAST_SECONDS = 2.0
+"""That the steps of a profile should last together: a machine's load changes in seconds, not in steps of 20 ms."""
+MANY = 10
+"""Times the steps asked for that are made at the most to last that long."""
+
+
+class Unchanged(UserError):
+    """What would be profiled is what ran in the rival's profile."""
+
+    def __init__(self, now: Running) -> None:
+        super().__init__("what runs is the same")
+        self.now = now
 
 
 def decided(told: Sequence[StepLine], rival: float | None, most_seconds: float) -> bool:
@@ -56,7 +76,8 @@ def decided(told: Sequence[StepLine], rival: float | None, most_seconds: float) 
     if len(told) < LEAST or seconds <= 0:
         return False
     speed = sum(line.tokens for line in told) / seconds
-    return seconds > most_seconds or (rival is not None and abs(speed / rival - 1) > CLEAR)
+    clear = rival is not None and abs(speed / rival - 1) > CLEAR and seconds > LEAST_SECONDS
+    return seconds > most_seconds or clear
 
 
 def profile(
@@ -65,7 +86,8 @@ def profile(
     *,
     steps: int,
     warm_up: int = 1,
-    rival: float | None = None,
+    rival: Profile | None = None,
+    least_seconds: float = 0.0,
     most_seconds: float = float("inf"),
 ) -> Profile:
     """Runs `warm_up` steps that do not count and up to `steps` that do, in the words of the training loop.
@@ -74,14 +96,19 @@ def profile(
     document table and once for any other, at whatever step that comes, and a run pays it once. Where compiling does
     not end, it is what the training costs, and every step counts.
 
-    rival: effective tokens/s to be held against, which ends a clear case early; most_seconds: of the counted steps.
+    rival: to be held against, whose speed ends a clear case early. least_seconds, most_seconds: of the counted steps,
+    of which there may be `MANY` times as many to last the least.
 
     Raises:
+        Unchanged: it would run as the rival did, step for step: `auto` decided so.
         UserError: the configuration cannot be built, or does not fit into memory.
     """
     lines = StepLines()
     run = build_apart(config, scratch, lambda: [lines])
     try:
+        now = running(config, run)
+        if rival is not None and now == rival.running:
+            raise Unchanged(now)
         run.start()
         made = 0
         while True:
@@ -89,8 +116,9 @@ def profile(
             run.tell_finished_steps()
             told = lines.steps[warm_up:]
             found = counted(told)
-            if decided(found, rival, most_seconds) or made >= warm_up + min(
-                steps + len(told) - len(found), MOST * steps
+            many = MANY * steps if sum(line.wall_ns for line in found) < least_seconds * 1e9 else steps
+            if decided(found, rival.speed if rival else None, most_seconds) or made >= warm_up + min(
+                many + len(told) - len(found), MOST * many
             ):
                 run.clock.abandon()
                 break
@@ -98,7 +126,7 @@ def profile(
             run.collect_garbage()
             made += 1
         run.reporter.tell_finished()
-        peak = run.session_start.peak_flops
+        peak, now = run.session_start.peak_flops, running(config, run)  # less may have fitted than was thought
     finally:
         run.close("failed")
         del run
@@ -107,7 +135,7 @@ def profile(
             torch.cuda.empty_cache()
     told = lines.steps[warm_up:]
     found = counted(told)
-    return summed(found if len(found) >= min(LEAST, steps) else told, peak)
+    return replace(summed(found if len(found) >= min(LEAST, steps) else told, peak), running=now)
 
 
 def counted(told: Sequence[StepLine]) -> list[StepLine]:
@@ -131,4 +159,27 @@ def summed(lines: list[StepLine], peak_flops: float | None) -> Profile:
         documents=sum(line.sequences for line in lines),
         seconds=seconds,
         mfu=flops.useful / seconds / peak_flops if peak_flops else None,
+        steps=tuple((line.tokens, line.wall_ns / 1e9) for line in lines),
     )
+
+
+def spread(before: Profile, after: Profile) -> float:
+    """What the gain in speed from one to the other differs by from step to step: half of what its middle half spans.
+
+    Where both made their steps of the same documents, step by step, so that only the machine is in it; else the spread
+    of each side's speeds, together.
+    """
+    pairs = list(zip(before.steps, after.steps, strict=False))
+    if len(pairs) >= LEAST and all(left[0] == right[0] for left, right in pairs):
+        return _half_range([left[1] / right[1] for left, right in pairs])
+    sides = ([tokens / seconds for tokens, seconds in side.steps] for side in (before, after))
+    relative = sum(_half_range(side) / statistics.median(side) for side in sides if side)
+    return after.speed / before.speed * relative
+
+
+def _half_range(values: Sequence[float]) -> float:
+    """Of fewer than four values half of what all span."""
+    if len(values) < 4:
+        return (max(values) - min(values)) / 2
+    lower, _, upper = statistics.quantiles(values, n=4, method="inclusive")
+    return (upper - lower) / 2

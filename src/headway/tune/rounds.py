@@ -21,29 +21,36 @@ from headway.config.diff import flatten
 from headway.config.dump import as_plain
 from headway.config.run import RunConfig
 from headway.parallel.out_of_memory import free_memory, is_out_of_memory
-from headway.tune.profile import Profile
+from headway.tune.profile import Profile, Unchanged, spread
 from headway.tune.registry import ranked
 
-#: A change must win more than this to stay: less is within what two measurements of the same thing differ by.
+#: A change must win more than this to stay, and more than the spread of the steps it was measured by.
 WORTH = 0.01
 PROVISIONAL = "kept for now"
 PROVED = "kept: the same training"
 
-Measure = Callable[[RunConfig, float | None], Profile]
-"""Profiles a configuration; the speed to beat, where there is one, lets a clear case end early."""
+Measure = Callable[[RunConfig, Profile | None], Profile]
+"""Profiles a configuration; the profile to beat, where there is one, lets a clear case end early."""
 Check = Callable[[RunConfig, RunConfig], str | None]
 """Why the second configuration is not the same training as the first, or None."""
 
 
 @dataclass(frozen=True)
 class Round:
-    """One remedy tried. measured: share of speed won (0.5: half as fast again), None where it did not run."""
+    """One remedy tried. measured: share of speed won (0.5: half as fast again), None where it did not run. spread: what
+    it differs by from step to step, in the same unit."""
 
     remedy: Remedy
     measured: float | None
     mfu: float | None
     kept: bool
     verdict: str
+    spread: float = 0.0
+
+    @property
+    def gain(self) -> str:
+        """In words: `+12.3% ±4.5%`; empty where it did not run."""
+        return "" if self.measured is None else f"{self.measured:+.1%} ±{self.spread:.1%}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,8 @@ class Tuned:
 
 
 def tune(config: RunConfig, measure: Measure, check: Check, tell: Callable[[Round], None]) -> Tuned:
-    """Tries remedies one at a time until none is left that gains more than `WORTH`, then proves what was kept.
+    """Tries remedies one at a time until none gains more than `WORTH` and than single steps differ by, then proves what
+    was kept.
 
     A remedy that was put back is not tried again with the same values; one that stayed changes the account, from which
     the next are ranked. No configuration is measured or proved twice.
@@ -135,13 +143,17 @@ def _search(
 def _try(found: Tuned, remedy: Remedy, measure: Measure) -> tuple[Round, State | None]:
     try:
         candidate = changed(found.config, dict(remedy.change))
-        after = measure(candidate, found.last.speed)
+        after = measure(candidate, found.last)
+    except Unchanged as same:
+        return Round(remedy, None, None, False, f"changes nothing here: {same.now.because(remedy.change)}"), None
     except (UserError, ValidationError, MemoryError, RuntimeError) as error:
         return Round(remedy, None, None, False, f"put back: {_why(error)}"), None
     won = after.speed / found.last.speed - 1
-    if won <= WORTH:
-        return Round(remedy, won, after.mfu, False, "put back: gains too little"), None
-    return Round(remedy, won, after.mfu, True, PROVISIONAL), State(candidate, after, len(found.rounds))
+    noise = spread(found.last, after)
+    if won <= max(WORTH, noise):
+        little = "gains too little" if won <= WORTH else "gains no more than single steps differ by"
+        return Round(remedy, won, after.mfu, False, f"put back: {little}", noise), None
+    return Round(remedy, won, after.mfu, True, PROVISIONAL, noise), State(candidate, after, len(found.rounds))
 
 
 @dataclass
@@ -197,7 +209,7 @@ def _judge(found: Tuned, state: State, verdict: str, *, kept: bool) -> None:
 def _remembered(measure: Measure) -> Measure:
     known: dict[str, Profile] = {}
 
-    def remembering(config: RunConfig, rival: float | None) -> Profile:
+    def remembering(config: RunConfig, rival: Profile | None) -> Profile:
         key = _text_of(config)
         if key not in known:
             known[key] = measure(config, rival)
@@ -242,13 +254,12 @@ def _key(remedy: Remedy) -> str:
 
 def table(found: Tuned) -> Iterator[str]:
     """The round table."""
-    yield f"{'change':<26}{'predicted':>16}{'measured':>10}{'MFU':>8}  verdict"
-    yield f"{'as it is':<26}{'':>16}{'':>10}{_percent(found.first.mfu):>8}  {found.first.speed:,.1f} tokens/s"
+    yield f"{'change':<26}{'predicted':>16}{'measured':>17}{'MFU':>8}  verdict"
+    yield f"{'as it is':<26}{'':>16}{'':>17}{_percent(found.first.mfu):>8}  {found.first.speed:,.1f} tokens/s"
     for each in found.rounds:
         low, high = (_as_speed(share) for share in each.remedy.gain)
-        measured = "" if each.measured is None else f"{each.measured:+.1%}"
         yield (
-            f"{each.remedy.name:<26}{f'{low:+.0%} to {high:+.0%}':>16}{measured:>10}{_percent(each.mfu):>8}  "
+            f"{each.remedy.name:<26}{f'{low:+.0%} to {high:+.0%}':>16}{each.gain:>17}{_percent(each.mfu):>8}  "
             f"{each.verdict}"
         )
         yield from (f"    {key} = {value}" for key, value in each.remedy.change.items())
