@@ -11,6 +11,8 @@ import torch
 import yaml
 
 from headway.cli.main import main
+from headway.model.kernels.case import Choice, Result
+from headway.model.kernels.choose import Chosen
 from tiny import config, make_chats, make_tokenizer, run_file
 from train.running import run
 
@@ -289,6 +291,11 @@ def test_bench_kernels_prints_every_candidate_and_keeps_the_choice(tmp_path, mon
         end.value.code in (0, None) and "linear_loss" in out and "chunked" in out and "its kernels are for CUDA" in out
     )
     assert (tmp_path / "home" / "kernels.json").is_file()
+    wrong = Choice("optimizer", "", "float32", "eager", (Result("fused", wrong=True, reason="is wrong"),))
+    monkeypatch.setattr("headway.bench.kernels.bench_kernels", lambda *_: Chosen((), (), 0.0, update=(wrong,)))
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "kernels", str(path)])
+    assert end.value.code == 1, "of the update, too"
 
 
 def test_memory_that_runs_out_anywhere_is_told_in_one_line(

@@ -15,9 +15,9 @@ from headway.config.optim import OptimConfig
 from headway.data.batch import IGNORE
 from headway.model.forward import forward_logits, forward_loss
 from headway.model.head import install_loss_head, loss_head, remove_loss_head, why_no_loss_head
-from headway.model.kernels import attention, glu, layer_norm, measure, norm, residual_norm, rotary
+from headway.model.kernels import attention, glu, layer_norm, measure, norm, residual_norm, rotary, whole
 from headway.model.kernels import choose as choose_module
-from headway.model.kernels.cache import cache_path, cached_choice
+from headway.model.kernels.cache import cache_key, cache_path, cached_choice
 from headway.model.kernels.case import Candidate, Case, Choice, Result
 from headway.model.kernels.choose import Before, Chosen, Setting, install_kernels, known_or_measured, measure_kernels
 from headway.model.kernels.linear_loss import chunked_linear_loss
@@ -131,7 +131,7 @@ def test_a_batch_without_any_label_gives_zero_gradients_everywhere():
     from dataclasses import replace
 
     model = small()
-    install_loss_head(model, chunked_linear_loss)
+    install_loss_head(model, lambda *given: 1 // 0)  # as Liger's does without a row
     batch = _batch(320)
     empty = replace(batch, labels=torch.full_like(batch.labels, IGNORE), trained_tokens=0)
     forward_loss(model, empty).loss.backward()
@@ -423,8 +423,8 @@ def test_on_a_gpu_a_small_case_says_nothing_about_the_large_one(clock):
 
 
 def fails_at(rows, failure):
-    def run(x):
-        if len(x) == rows:
+    def run(x, *rest):
+        if rows is None or len(x) == rows:
             raise failure
         return torch.sin(x)
 
@@ -498,6 +498,86 @@ def test_no_operation_takes_the_time_of_the_dearest(monkeypatch):
     assert choices[0].operation == "attention" and choices[-1].operation == "linear_loss"
     assert list(given)[:2] == ["attention", "linear_loss"]
     assert given == {name: pytest.approx(4.0 if name in ("attention", "linear_loss") else 1.0) for name in given}
+
+
+def test_a_difference_on_another_rank_or_no_memory_leaves_all_plain(monkeypatch):
+    model, told = small(), []
+    measured = _force(measure_kernels(model, SETTING, budget=9), "lean", "chunked")
+    before = gradients(model)[0]
+
+    def agree(differs):
+        told.append(differs)
+        return differs or "the loss of rank 1 would be another"
+
+    chosen = install_kernels(model, SETTING, measured, agree)
+    assert told == [None] and chosen.plain == "the loss of rank 1 would be another" and loss_head(model) is None
+    for failure, words in (
+        (torch.OutOfMemoryError("CUDA out of memory"), "no memory to hold the whole model against itself"),
+        (RuntimeError("out of resource: shared memory"), "the model fails with what was chosen: out of resource"),
+    ):
+        monkeypatch.setitem(choose_module.IMPLEMENTATIONS, "chunked", fails_at(None, failure))
+        assert words in install_kernels(model, SETTING, measured).plain
+    assert loss_head(model) is None and gradients(model)[0] == before
+
+
+def test_the_whole_models_gradients_are_never_all_there(monkeypatch):
+    """Of a model that is about to be sharded one rank has no room for them."""
+    model = small()
+    gradients(model)
+    held = [parameter.grad for parameter in model.parameters()]
+    beside = []
+
+    def spy(grad, real=whole.shortened):
+        beside.append(sum(parameter.grad is not None for parameter in model.parameters()))
+        return real(grad, whole_on="", sums=64)  # as on a GPU
+
+    monkeypatch.setattr(whole, "shortened", spy)
+    assert whole.whole_model_differs(model, lambda: None, CPU, torch.float32) is None
+    assert beside == [0] * 2 * len(held)
+    assert all(one is other.grad for one, other in zip(held, model.parameters(), strict=True)), "the parameters' own"
+
+    def skewed():
+        layer = model.model.layers[0].mlp
+        layer.forward = lambda x, real=layer.forward: real(x) * 1.001 + 0.05 * x
+
+    assert "would" in str(whole.whole_model_differs(model, skewed, CPU, torch.float32))
+
+
+@pytest.mark.parametrize("fault", ["noise", "one row", "a constant", "one number"])
+def test_sums_with_random_signs_are_as_far_apart_as_the_gradients(fault):
+    grad = torch.randn(700, 97, generator=torch.Generator().manual_seed(1))
+    other = grad.clone()
+    if fault == "noise":
+        other += 0.1 * torch.randn(700, 97, generator=torch.Generator().manual_seed(2))
+    elif fault == "one row":
+        other[333] *= 1.5
+    else:
+        (other if fault == "a constant" else other[5, 7]).add_(0.3)
+    one, two = (whole.shortened(each, whole_on="", sums=4096) for each in (grad, other))
+    assert one.numel() == 4096 and float((two - one).norm()) == pytest.approx(float((other - grad).norm()), rel=0.2)
+    assert torch.equal(one, whole.shortened(grad, whole_on="", sums=4096))
+    assert torch.equal(whole.shortened(grad), grad.flatten())
+
+
+def test_sharding_casts_what_norms_and_head_are_measured_in():
+    model, gpt, narrow = small(), small("gpt_neox"), torch.bfloat16
+    for each in (model, gpt):
+        plain, cast = (Setting(96, 0.5, narrow, CPU, "cpu", cast=cast) for cast in (None, narrow))
+        kinds = {}
+        for setting in (plain, cast):
+            operations = choose_module._operations(each, setting)[0]
+            cases = [operation.case({"rms_norm": "eager"}) for operation in operations]
+            kinds[setting.cast] = {
+                case.operation: {
+                    x.dtype for x in case.inputs(4) if isinstance(x, torch.Tensor) and x.is_floating_point()
+                }
+                for case in cases
+            }
+            keys = {cache_key(case, "cpu", narrow) for case in cases}
+            assert len(keys) == len(cases)
+        assert all(found == {narrow} for found in kinds[narrow].values())
+        norms = kinds[None].get("rms_norm") or kinds[None]["layer_norm"]
+        assert norms == {torch.float32} and kinds[None]["linear_loss"] == {torch.float32, narrow}
 
 
 def measure_untried(choice):

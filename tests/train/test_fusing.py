@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from headway.config.optim import OptimConfig
+from headway.config.parallel import ParallelConfig
 from headway.model.kernels.case import Candidate, Case, Choice, Result
 from headway.model.kernels.measure import choose, dtype_of
 from headway.record.folder import RunFolder
 from headway.train.decisions import KEY, known_decisions
+from headway.train.fusing import _sharded
 from headway.train.optim import build_optimizers, gradient_norms, scale_gradients
 from headway.train.update_case import settled, update_cases
 from tiny import run_file
@@ -23,6 +25,20 @@ from train.running import history, losses, run
 @pytest.fixture(autouse=True)
 def _home(tmp_path, monkeypatch):
     monkeypatch.setenv("HEADWAY_HOME", str(tmp_path / "home"))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sharded"),
+    [
+        ({}, False),
+        ({"fsdp": 2}, True),
+        ({"ranks": 2}, True),
+        ({"replicate": 2}, False),
+        ({"ranks": 2, "replicate": 2}, False),
+    ],
+)
+def test_a_run_of_many_ranks_is_measured_as_fsdp_will_cast_it(parallel, sharded):
+    assert _sharded(ParallelConfig(**parallel)) is sharded
 
 
 def values(path, name):

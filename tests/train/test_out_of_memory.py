@@ -26,7 +26,7 @@ from headway.model import forward as forward_module
 from headway.model.load import load_model
 from headway.model.recompute import set_recompute
 from headway.parallel.mesh import Layout, build_mesh
-from headway.parallel.out_of_memory import Collectives
+from headway.parallel.out_of_memory import Collectives, is_out_of_memory
 from headway.parallel.wrap import wrap
 from headway.train.agreement import first_failure
 from headway.train.clock import StepClock
@@ -250,3 +250,8 @@ def test_a_cut_batch_gives_the_same_gradient(pack: str, parts: int) -> None:
         learner.learn(batches, batch.trained_tokens)
         found.append(torch.cat([p.grad.flatten().double() for p in module.parameters() if p.grad is not None]))
     assert float((found[0] - found[1]).norm() / found[0].norm()) < 1e-5
+
+
+def test_a_kernels_end_of_memory_is_one_and_other_failures_are_not() -> None:
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert not is_out_of_memory(RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"))

@@ -15,6 +15,9 @@ from guard.guard_helpers import on_ranks
 from headway.account.errors import UserError
 from headway.config.load import load_run
 from headway.config.train import USUAL_SENSITIVE
+from headway.model.kernels.case import Choice
+from headway.model.kernels.choose import Chosen, Setting, copied_layer, fused_layers
+from headway.model.kernels.measure import compare
 from headway.model.kernels.whole import _batch
 from headway.model.load import load_model
 from headway.model.precision import keep_wide, sensitive_modules, unmatched, use_float8
@@ -22,6 +25,7 @@ from headway.parallel.device import Device, choose_device
 from headway.parallel.mesh import Layout, build_mesh
 from headway.parallel.wrap import wrap
 from headway.train import assemble, decisions, float8
+from headway.train.compiling import inputs_of
 from headway.train.loss_scale import LossScale
 from headway.train.optim import gradient_norms, scale_gradients
 from headway.train.place import Place
@@ -154,6 +158,8 @@ def test_float8_converts_the_layers_and_spares_the_sensitive_and_the_head() -> N
     assert len(chosen) == 2 * 6 and not any("down_proj" in name or "lm_head" in name for name in chosen)
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     assert kinds["model.layers.0.mlp.up_proj"] == "Float8Linear" and kinds["model.layers.0.mlp.down_proj"] == "Linear"
+    # Else a number of slots that is no multiple of 16 ends the run on a card (the emulation takes any).
+    assert model.model.layers[0].mlp.up_proj.linear_mm_config.grad_weight.pad_inner_dim
     with pytest.raises(UserError, match="finds no linear layer"):
         use_float8(load_model(config=config()), ["*"], emulate=True)
 
@@ -165,6 +171,7 @@ def test_float8_converts_the_layers_and_spares_the_sensitive_and_the_head() -> N
         (1.05, 1.0, 0.03, False, "1.05 times as fast where 1.10 are asked for; bfloat16 is kept"),
         (2.0, 1.0, 0.7, False, "WARNING: a layer is wrong by 7.0e-01"),
         (2.0, 1.0, math.nan, False, "WARNING"),
+        (2.0, 1.0, 0.0, False, "WARNING: the layer that was measured did not run in float8"),
     ],
 )
 def test_float8_must_be_clearly_faster_and_right(
@@ -181,6 +188,15 @@ def test_float8_auto_measures_a_layer_changes_nothing_and_is_read_back(
     settings = load_run(run_file(tmp_path), ["train.precision=float8_auto"]).config
     known: dict[str, Any] = {}
     device = Device("cpu", 0, "pretended card")
+    setting = Setting(96, 0.5, torch.bfloat16, torch.device("cpu"), "pretended card")
+    names = {"rms_norm": "lean", "residual_norm": "apart", "gated_mlp": "lean", "rotary": "lean"}
+    kernels = Chosen(tuple(Choice(name, "", "bfloat16", chosen) for name, chosen in names.items()), (), 0.0)
+    fused_layers(model, setting, kernels)
+
+    def copied(block: torch.nn.Module) -> torch.nn.Module:
+        """Fused as the run's layers are; the copy's own weights are asked, not the original's."""
+        return copied_layer(block, model, setting, kernels)
+
     real = float8.least_seconds
 
     def timed(block: torch.nn.Module, call: Any, turns: int) -> Any:
@@ -188,7 +204,7 @@ def test_float8_auto_measures_a_layer_changes_nothing_and_is_read_back(
         return (1.0 if narrow else 1.3), real(block, call, turns)[1]
 
     def decide() -> float8.Float8:
-        return float8.decide_float8(settings, model, lambda: _batch(320), device, known)
+        return float8.decide_float8(settings, model, lambda: _batch(320), device, known, copied)
 
     assert "multiplies nothing in 8 bits" in decide().line() and not decide().on
     monkeypatch.setattr(float8, "cannot", lambda config, device: None)
@@ -196,6 +212,16 @@ def test_float8_auto_measures_a_layer_changes_nothing_and_is_read_back(
     found = decide()
     assert found.on and "1.30 times as fast" in found.why and found.error is not None and 0 < found.error < 0.2
     assert not any(type(m).__name__ == "Float8Linear" for m in model.modules())
+    block = model.model.layers[0]
+    call = inputs_of(block, model, _batch(320))
+    for plain in (copied_layer(block, model, setting, None), copied_layer(block, model, setting, kernels)):
+        assert compare(real(plain, call, 1)[1], real(block, call, 1)[1]) < 1e-4
+        with torch.no_grad():
+            plain.mlp.down_proj.weight.zero_()
+            plain.self_attn.o_proj.weight.zero_()
+        assert torch.equal(plain(*call[0], **call[1]), call[0][0]), "nothing but the residual stream is left"
+    monkeypatch.setattr(float8, "linear_to_float8", lambda *args, **kwargs: ["planted"])
+    assert "did not run in float8" in decide().why
     known |= float8.as_record(found, device.name)
     monkeypatch.setattr(float8, "cannot", lambda config, device: "another machine's mood")
     assert decide().on and decide().why.startswith(decisions.FIRST), "a resume keeps what the run began with"

@@ -166,7 +166,7 @@ def kernels(
 
     chosen = bench_kernels(load_run(run_file, overrides or []).config, seconds, lambda text: None)
     print_json(as_record(chosen)) if json else print("\n".join(lines(chosen)))
-    return 1 if any(result.wrong for choice in chosen.choices for result in choice.results) else 0
+    return 1 if any(result.wrong for choice in (*chosen.choices, *chosen.update) for result in choice.results) else 0
 
 
 @app.command()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from headway.data.batch import IGNORE, Batch
+from headway.model.kernels.linear_loss import chunked_linear_loss
 from headway.model.loss import LossSum
 
 LinearLoss = Callable[[Tensor, Tensor, Tensor | None, Tensor, float, float], tuple[Tensor, Tensor]]
@@ -62,7 +63,9 @@ class LossHead:
             return self._logits(hidden)
         with expected.phase():
             trained, rows, labels = _trained_rows(hidden.flatten(0, -2), expected)
-            loss, nll = self.implementation(
+            # A batch of padding has no row at all, which Liger's kernel divides by.
+            implementation = self.implementation if expected.trained else chunked_linear_loss
+            loss, nll = implementation(
                 rows, self.head.weight, self.head.bias, labels, expected.z_loss, expected.label_smoothing
             )
             nll = nll.detach().to(torch.promote_types(nll.dtype, torch.float32))  # counts and sums rest on it
@@ -104,7 +107,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 def why_no_loss_head(model: nn.Module) -> str | None:
     """Why head and loss cannot be one in this model, in words, or None. What its class does to the logits afterwards
-    (soft caps, scales) is found by comparing, in `kernels/loss_check.py`."""
+    (soft caps, scales) is found by comparing, in `kernels/whole.py`."""
     head = output_head(model)
     if head is None:
         return "the model has no output head"

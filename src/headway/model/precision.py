@@ -125,5 +125,7 @@ def linear_to_float8(
         chosen.append(name)
         return True
 
-    convert_to_float8_training(module, module_filter_fn=wanted, config=Float8LinearConfig(emulate=emulate))
+    # The weight's gradient sums over slots, whose number need be no multiple of 16 either: after a cut it rarely is.
+    options = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    convert_to_float8_training(module, module_filter_fn=wanted, config=options)
     return chosen

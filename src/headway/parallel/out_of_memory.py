@@ -18,7 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headway.parallel.wrap import Replicas, transformer_blocks
 
-_IN_WORDS = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+_IN_WORDS = (
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+)
 # Where a collective's own buffers are made: which ranks have issued it cannot be told any more.
 _TOO_LATE = ("foreach_reduce", "post_backward")
 

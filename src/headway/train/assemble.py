@@ -15,7 +15,7 @@ from headway.data.batch import Batch
 from headway.data.view import View
 from headway.data.vocabulary import check_vocabulary
 from headway.model.isolation import prove_isolation
-from headway.model.kernels.choose import Chosen, fused_layers, plain_layers
+from headway.model.kernels.choose import Chosen, copied_layer, fused_layers, plain_layers
 from headway.model.precision import keep_wide, unmatched, use_float8
 from headway.parallel.mesh import build_mesh
 from headway.parallel.wrap import Replicas, transformer_blocks, wrap
@@ -70,7 +70,7 @@ def assemble(config: RunConfig, place: Place, view: View, steps: int, known: Kno
     say(f"isolation: {proof.summary()}")
     kernels = fuse(config, model.module, view, place.device, place.compute_dtype, say, known)
     # Only now: float8 has one scale a tensor, so a document's largest value changes how its neighbours are rounded.
-    float8 = _float8(config, model, view, place, known)
+    float8 = _float8(config, model, view, place, known, kernels)
     in_float8 = config.train.precision == "float8" or (float8 is not None and float8.on)
     for line in _precision(config, model.module, place, float8, in_float8):
         say(f"precision: {line}")
@@ -137,16 +137,22 @@ def _compile(
     return decision
 
 
-def _float8(config: RunConfig, model: BuiltModel, view: View, place: Place, known: Known) -> Float8 | None:
+def _float8(
+    config: RunConfig, model: BuiltModel, view: View, place: Place, known: Known, kernels: Chosen | None
+) -> Float8 | None:
     """What `float8_auto` decides, None where the run file decides."""
     if config.train.precision != "float8_auto":
         return None
-    lengths = setting_of(config, view, place.device, place.compute_dtype).lengths
+    setting = setting_of(config, view, place.device, place.compute_dtype)
 
     def batch() -> Batch:
-        return fitting.typical_batch(config, model.shape.vocab, lengths).to(place.device.torch)
+        return fitting.typical_batch(config, model.shape.vocab, setting.lengths).to(place.device.torch)
 
-    return decide_float8(config, model.module, batch, place.device, known)
+    def copied(block: nn.Module) -> nn.Module:
+        # It is compiled unless the run file says no, which replaces the kernels between its products.
+        return copied_layer(block, model.module, setting, kernels if config.train.compile is False else None)
+
+    return decide_float8(config, model.module, batch, place.device, known, copied)
 
 
 def _precision(config: RunConfig, module: nn.Module, place: Place, float8: Float8 | None, in_float8: bool) -> list[str]:

@@ -6,7 +6,6 @@ nothing. The decision is read back on a resume: another one would be another tra
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -49,11 +48,17 @@ class Float8:
 
 
 def decide_float8(
-    config: RunConfig, module: nn.Module, batch: Callable[[], Batch], device: Device, known: Known
+    config: RunConfig,
+    module: nn.Module,
+    batch: Callable[[], Batch],
+    device: Device,
+    known: Known,
+    copied: Callable[[nn.Module], nn.Module],
 ) -> Float8:
     """What rank 0 found, on all ranks; the model stays as it is. Collective; call it before the model is wrapped.
 
-    batch: makes a typical micro-batch on the device. known: where an earlier session's decision stands.
+    batch: makes a typical micro-batch on the device. known: where an earlier session's decision stands. copied: copies
+    a layer so that it computes as the run will, on weights of its own.
     """
 
     def measured() -> Float8:
@@ -64,7 +69,8 @@ def decide_float8(
         if reason is not None:
             return Float8(False, reason)
         with keep_random_state(), torch.autocast(device.type, torch.bfloat16):
-            return _measure(module, batch(), config.train.sensitive, config.train.compile is not False, device)
+            compiled = config.train.compile is not False
+            return _measure(module, batch(), config.train.sensitive, compiled, device, copied)
 
     return control().on_main(measured, UserError, (UserError,))
 
@@ -84,16 +90,23 @@ def cannot(config: RunConfig, device: Device) -> str | None:
     return None
 
 
-def _measure(module: nn.Module, batch: Batch, sensitive: Sequence[str], compiled: bool, device: Device) -> Float8:
+def _measure(
+    module: nn.Module,
+    batch: Batch,
+    sensitive: Sequence[str],
+    compiled: bool,
+    device: Device,
+    copied: Callable[[nn.Module], nn.Module],
+) -> Float8:
     blocks = transformer_blocks(module)
     if not blocks:
         return Float8(False, "the model has no repeated layers")
     block = blocks[len(blocks) // 2]
     call = inputs_of(block, module, batch)
-    narrow = copy.deepcopy(block)
+    narrow = copied(block)
     if not linear_to_float8(narrow, sensitive, emulate=device.type == "cpu"):
         return Float8(False, "no linear layer has sizes that are multiples of 16 beside train.sensitive")
-    wide = copy.deepcopy(block)
+    wide = copied(block)
     if compiled:  # uncompiled, the casts are kernels of their own
         wide.compile()
         narrow.compile()
@@ -112,6 +125,8 @@ def judged(bfloat16_s: float, float8_s: float, error: float) -> Float8:
     said = f"a layer takes {float8_s * 1e3:.2f} ms in float8 and {bfloat16_s * 1e3:.2f} ms in bfloat16"
     if not error <= MOST_ERROR:
         return Float8(False, f"WARNING: a layer is wrong by {error:.1e} in float8", bfloat16_s, float8_s, error)
+    if error == 0:  # 8 bits round: equal values were computed by the same code
+        return Float8(False, "WARNING: the layer that was measured did not run in float8", bfloat16_s, float8_s, error)
     times = bfloat16_s / float8_s
     if times < WORTH:
         why = f"{said}, {times:.2f} times as fast where {WORTH:.2f} are asked for; bfloat16 is kept"

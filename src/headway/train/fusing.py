@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from headway.account.errors import UserError
+from headway.config.parallel import ParallelConfig
 from headway.config.run import RunConfig
 from headway.data.view import View
 from headway.guard.process_group import control
@@ -57,7 +58,21 @@ def setting_of(config: RunConfig, view: View, device: Device, dtype: torch.dtype
         label_smoothing=config.train.loss.label_smoothing,
         compiled=config.train.compile is True,
         lengths=_lengths(view, slots, config.seed),
+        cast=dtype if dtype != torch.float32 and _sharded(config.parallel) else None,
     )
+
+
+def _sharded(parallel: ParallelConfig) -> bool:
+    """Whether FSDP2 holds the model: among the ranks there are, or that the run file asks for where none run yet."""
+    world = control().size
+    if world > 1:
+        return parallel.dims(world)[1] > 1
+    return (parallel.fsdp or (parallel.ranks or 1) // parallel.replicate) > 1
+
+
+def agreed(differs: str | None) -> str | None:
+    """What differs on any rank: all stay plain, or their curves would part. Collective."""
+    return next((each for each in control().gather(differs) if each is not None), None)
 
 
 def _lengths(view: View, slots: int, seed: int) -> tuple[int, ...]:
@@ -87,7 +102,7 @@ def fuse(
     measured = control().on_main(
         lambda: measure(config, model, setting, budget, before=before), UserError, (UserError,)
     )
-    chosen = install_kernels(model, setting, measured)
+    chosen = install_kernels(model, setting, measured, agreed)
     say(chosen.summary())
     for warning in chosen.warnings:
         say(f"kernels: WARNING {warning}")

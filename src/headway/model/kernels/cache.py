@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headway.account.measured_peaks import peaks_path
 from headway.model.kernels.case import Case, Choice, Result
 
 VERSION = 1
-_PACKAGES = ("torch", "transformers", "triton", "liger-kernel", "cut-cross-entropy", "flash-attn", "headway")
+_PACKAGES = (
+    "torch", "transformers", "triton", "liger-kernel", "cut-cross-entropy",
+    "flash-attn", "flash_attn_3", "flash-attn-4", "headway",
+)  # fmt: skip
 
 
 def cache_path() -> Path:
@@ -33,7 +37,8 @@ def cache_key(case: Case, device: str, dtype: torch.dtype) -> str:
             versions[name] = metadata.version(name)
     threads = torch.get_num_threads() if device.startswith("cpu") else None
     names = [(candidate.name, candidate.cannot()) for candidate in case.candidates]
-    facts = [VERSION, device, threads, str(dtype), case.operation, case.shape, case.rows, versions, names]
+    types = [str(value.dtype) for value in case.inputs(1) if isinstance(value, Tensor)]
+    facts = [VERSION, device, threads, str(dtype), types, case.operation, case.shape, case.rows, versions, names]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,7 +35,8 @@ and the most candidates."""
 class Setting:
     """What the shapes follow from: slots of a micro-batch, the share of them with a label, the compute type.
 
-    lengths: of documents as they come, enough to fill a micro-batch.
+    lengths: of documents as they come, enough to fill a micro-batch. cast: the type that sharding casts weights, and so
+    the residual stream, to; None where both stay in the parameters' own.
     """
 
     slots: int
@@ -46,6 +48,7 @@ class Setting:
     label_smoothing: float = 0.0
     compiled: bool = False  # the layers are compiled whole, which fuses what lies between their products
     lengths: tuple[int, ...] = ()
+    cast: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -132,7 +135,7 @@ Names = dict[str, str]
 @dataclass(frozen=True)
 class _Operation:
     """case: made from the choices so far, since what is to be beaten may be one of them. share: of the time for
-    choosing, against the others', by what is to be won in a step."""
+    choosing, against the others', by what is to be won in a step. put: makes any of such modules use a candidate."""
 
     name: str
     case: Callable[[Names], Case]
@@ -140,6 +143,8 @@ class _Operation:
     undo: Callable[[], None]
     settle: Callable[[Choice], Choice] = lambda choice: choice
     share: float = 1.0
+    modules: Sequence[nn.Module] = ()
+    put: Callable[[list[Any], str], None] = lambda modules, name: None
 
 
 def measure_kernels(
@@ -166,10 +171,16 @@ def measure_kernels(
     return Chosen(ordered, tuple(warnings), time.monotonic() - started)
 
 
-def install_kernels(model: nn.Module, setting: Setting, chosen: Chosen) -> Chosen:
+def install_kernels(
+    model: nn.Module,
+    setting: Setting,
+    chosen: Chosen,
+    agree: Callable[[str | None], str | None] = lambda differs: differs,
+) -> Chosen:
     """Makes the model use what was chosen (on rank 0, say); returns what it now uses.
 
     The whole model is compared with itself before, loss and gradients; where it differs, all of it stays plain.
+    agree: from what differs on a rank to what all of them go by; without it ranks near the bound would part.
     """
     if chosen.plain:
         return chosen
@@ -180,7 +191,7 @@ def install_kernels(model: nn.Module, setting: Setting, chosen: Chosen) -> Chose
         for operation in operations:
             operation.use(names[operation.name])
 
-    differs = whole_model_differs(model, install, setting.device, setting.compute_dtype)
+    differs = agree(whole_model_differs(model, install, setting.device, setting.compute_dtype))
     if differs is None:
         return chosen
     for operation in operations:
@@ -200,6 +211,22 @@ def plain_layers(model: nn.Module, setting: Setting) -> None:
     """Takes back what was chosen between the layers' products, for layers that are compiled whole."""
     for operation in _between_products(model, setting):
         operation.undo()
+
+
+def copied_layer(block: nn.Module, model: nn.Module, setting: Setting, chosen: Chosen | None) -> nn.Module:
+    """A copy of one of the model's layers with its own weights, by what was chosen between its products (None: plain).
+
+    What stands in for a module's forward holds that module: copied as it is, it would compute the original's layer.
+    """
+    twin = copy.deepcopy(block)
+    twins = {id(module): other for module, other in zip(block.modules(), twin.modules(), strict=True)}
+    for other in twins.values():
+        other.__dict__.pop("forward", None)
+    names = {} if chosen is None else {choice.operation: choice.chosen for choice in chosen.choices}
+    for operation in _between_products(model, setting):
+        mine = [twins[id(module)] for module in operation.modules if id(module) in twins]
+        operation.put(mine, names.get(operation.name, "eager"))
+    return twin
 
 
 def again_or_measured(
@@ -257,7 +284,8 @@ def _loss_operation(model: nn.Module, setting: Setting) -> _Operation:
     head = output_head(model)
     assert isinstance(head, nn.Linear)
     rows = max(1, round(setting.slots * setting.trained_share))
-    case = loss_case(head, rows, setting.compute_dtype, setting.device, setting.z_loss, setting.label_smoothing)
+    modes = setting.z_loss, setting.label_smoothing
+    case = loss_case(head, rows, setting.compute_dtype, setting.device, *modes, setting.cast)
     return _Operation(
         "linear_loss",
         lambda names: case,
@@ -284,15 +312,18 @@ def _attention(kind: Kind, modules: list[nn.Module], setting: Setting, share: fl
 def _between_products(model: nn.Module, setting: Setting) -> list[_Operation]:
     found = []
     slots, dtype, device = setting.slots, setting.compute_dtype, setting.device
-    # Under autocast the residual stream stays in the parameters' type, and the norms with it.
-    stream = next(model.parameters()).dtype
+    # Under autocast the residual stream stays in the parameters' type, and the norms with it; FSDP2 casts both.
+    cast = setting.cast
+    stream = cast or next(model.parameters()).dtype
     if norms := norms_of(model):
-        found.append(_operation("rms_norm", lambda names: norm_case(norms[0], slots, stream, device), norms, use_norm))
+        found.append(
+            _operation("rms_norm", lambda names: norm_case(norms[0], slots, stream, device, cast), norms, use_norm)
+        )
     if layers := residual_layers_of(model, norms):
         found.append(
             _operation(
                 "residual_norm",
-                lambda names: residual_case(norms[0], names["rms_norm"], slots, stream, dtype, device),
+                lambda names: residual_case(norms[0], names["rms_norm"], slots, stream, dtype, device, cast),
                 layers,
                 use_residual_norm,
             )
@@ -301,7 +332,7 @@ def _between_products(model: nn.Module, setting: Setting) -> list[_Operation]:
         found.append(
             _operation(
                 "layer_norm",
-                lambda names: layer_norm_case(plain_norms[0], slots, stream, device),
+                lambda names: layer_norm_case(plain_norms[0], slots, stream, device, cast),
                 plain_norms,
                 use_layer_norm,
             )
@@ -325,7 +356,9 @@ def _between_products(model: nn.Module, setting: Setting) -> list[_Operation]:
 def _operation(
     name: str, case: Callable[[Names], Case], modules: list[Any], use: Callable[[list[Any], str], None]
 ) -> _Operation:
-    return _Operation(name, case, lambda chosen: use(modules, chosen), lambda: use(modules, "eager"))
+    return _Operation(
+        name, case, lambda chosen: use(modules, chosen), lambda: use(modules, "eager"), modules=modules, put=use
+    )
 
 
 def _heads(module: Any) -> tuple[tuple[int, int], int] | None:

@@ -29,14 +29,17 @@ def layer_norms_of(model: nn.Module) -> list[nn.LayerNorm]:
     return [m for m in found if m.normalized_shape == most]
 
 
-def layer_norm_case(module: nn.LayerNorm, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
+def layer_norm_case(
+    module: nn.LayerNorm, rows: int, dtype: torch.dtype, device: torch.device, cast: torch.dtype | None = None
+) -> Case:
+    """cast: type of weight and bias where it is not the module's own."""
     width, eps = module.normalized_shape[0], module.eps
 
     def inputs(count: int) -> tuple[Tensor, Tensor, Tensor]:
         dice = Dice(41, device)
         x = dice.normal(count, width) + 1.0
         weight, bias = dice.uniform(width) + 0.5, dice.normal(width)
-        kinds = (dtype, module.weight.dtype, module.bias.dtype)
+        kinds = (dtype, cast or module.weight.dtype, cast or module.bias.dtype)
         made = [value.to(kind) for value, kind in zip((x, weight, bias), kinds, strict=True)]
         return made[0].requires_grad_(), made[1].requires_grad_(), made[2].requires_grad_()
 

@@ -38,22 +38,31 @@ FLOPS_TIMED = {"cpu": 3e10, "cuda": 4e13}
 
 
 def loss_case(
-    head: nn.Linear, rows: int, dtype: torch.dtype, device: torch.device, z_loss: float, label_smoothing: float
+    head: nn.Linear,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    z_loss: float,
+    label_smoothing: float,
+    cast: torch.dtype | None = None,
 ) -> Case:
-    """Random hidden states and labels (a tenth without one) through the head's own sizes, in the run's own mode."""
-    vocabulary, width = head.weight.shape
+    """Random hidden states and labels (a tenth without one) through the head's own sizes, in the run's own mode.
+
+    cast: the weight's type where it is not the head's own.
+    """
+    (vocabulary, width), weight_dtype = head.weight.shape, cast or head.weight.dtype
     flops = FLOPS_TIMED["cpu" if device.type == "cpu" else "cuda"]
     rows = max(CHECK_ROWS, min(rows, int(flops / (6 * vocabulary * width))))
 
     # Made once: drawing tens of millions of numbers takes longer than the loss. Neighbours differ, and rows repeat.
-    pattern = (Dice(19, device).normal(min(vocabulary, 4099), width) * width**-0.5).to(head.weight.dtype)
+    pattern = (Dice(19, device).normal(min(vocabulary, 4099), width) * width**-0.5).to(weight_dtype)
     weight = pattern[torch.arange(vocabulary, device=device) % len(pattern)]
     weight.requires_grad_(head.weight.requires_grad)
 
     def inputs(count: int) -> tuple[Any, ...]:
         dice = Dice(29, device)
         hidden = dice.normal(count, width).to(dtype).requires_grad_()
-        bias = None if head.bias is None else torch.zeros(vocabulary, device=device, dtype=head.weight.dtype)
+        bias = None if head.bias is None else torch.zeros(vocabulary, device=device, dtype=weight_dtype)
         labels = dice.below(vocabulary, count)
         labels[::10] = IGNORE
         return hidden, weight, bias, labels

@@ -32,8 +32,13 @@ def norms_of(model: nn.Module) -> list[nn.Module]:
     return [module for module, kind in zip(found, kinds, strict=True) if kind == most]
 
 
-def norm_case(module: nn.Module, rows: int, dtype: torch.dtype, device: torch.device) -> Case:
-    """The module's own computation is the reference: a norm that scales by 1 + weight, say, fits no other candidate."""
+def norm_case(
+    module: nn.Module, rows: int, dtype: torch.dtype, device: torch.device, cast: torch.dtype | None = None
+) -> Case:
+    """The module's own computation is the reference: a norm that scales by 1 + weight, say, fits no other candidate.
+
+    cast: the weight's type where it is not the module's own.
+    """
     width, eps = int(module.weight.shape[0]), eps_of(module)  # type: ignore[index]
     assert eps is not None
     own = own_norm(module)
@@ -44,7 +49,7 @@ def norm_case(module: nn.Module, rows: int, dtype: torch.dtype, device: torch.de
     def inputs(count: int) -> tuple[Tensor, Tensor]:
         dice = Dice(11, device)
         x = dice.normal(count, width).to(dtype).requires_grad_()
-        weight = (dice.uniform(width) + 0.5).to(module.weight.dtype).requires_grad_()  # type: ignore[arg-type]
+        weight = (dice.uniform(width) + 0.5).to(cast or module.weight.dtype).requires_grad_()  # type: ignore[arg-type]
         return x, weight
 
     candidates = [

@@ -43,10 +43,16 @@ def _written(code: Any) -> tuple[Any, ...]:
 
 
 def residual_case(
-    norm: nn.Module, chosen: str, rows: int, stream: torch.dtype, branch: torch.dtype, device: torch.device
+    norm: nn.Module,
+    chosen: str,
+    rows: int,
+    stream: torch.dtype,
+    branch: torch.dtype,
+    device: torch.device,
+    cast: torch.dtype | None = None,
 ) -> Case:
     """branch, stream: type of what attention returns and of the residual. chosen: the norm's own choice, whose time
-    with a separate addition is the one to beat."""
+    with a separate addition is the one to beat. cast: the weight's type where it is not the module's own."""
     weight: Any = norm.weight
     eps = eps_of(norm)
     assert eps is not None
@@ -60,7 +66,7 @@ def residual_case(
         return (
             x.to(branch).requires_grad_(),
             residual.to(stream).requires_grad_(),
-            scale.to(weight.dtype).requires_grad_(),
+            scale.to(cast or weight.dtype).requires_grad_(),
         )
 
     def call(function: ResidualNorm) -> Callable[..., tuple[Tensor, Tensor]]:
