@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import multiprocessing
 import os
@@ -12,6 +11,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import headway
+from headway.guard.garbage import keep
 
 _FORK = multiprocessing.get_context("fork")
 _MODULE = str(Path(headway.__file__).with_name("__main__.py"))
@@ -59,7 +59,7 @@ def _preload() -> None:
 
 def _serve(argv: list[str], env: dict[str, str], out: Path, err: Path, torchrun: list[str]) -> None:
     os.setsid()
-    gc.freeze()  # the libraries, else every run begins with a look through them
+    keep()  # the libraries, else every run begins with a look through them
     os.environ.clear()
     os.environ.update(env)
     for number, path in ((1, out), (2, err)):

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from headway.guard.garbage import is_kept, keep
+
 _PR_SET_PDEATHSIG = 1
 
 Entry = Callable[[Sequence[str]], object]
@@ -114,13 +116,16 @@ def _fork(entry: Entry, argv: Sequence[str], settings: Mapping[str, str], log: P
     sys.stdout.flush()
     sys.stderr.flush()  # or the child would write what waits in the buffers once more
     ask = die_with_parent()
-    gc.freeze()
+    kept = is_kept()
+    gc.freeze()  # else the child's first collection would copy all that it shares with this process
     pid = os.fork()
     if pid:
-        gc.unfreeze()
+        if not kept:
+            gc.unfreeze()
         return Forked(pid)
     code = 1
     try:
+        keep()
         _become_rank(ask, settings, log)
         sys.argv = [sys.argv[0], *argv]
         code = _exit_code(entry, argv)

@@ -22,6 +22,7 @@ from headway.data.feed import Fed
 from headway.data.global_batch import Position
 from headway.guard.beacon import AGREEING, ENDING, Beacon, collectives_entered
 from headway.guard.folder_lock import FolderLock
+from headway.guard.garbage import is_kept
 from headway.guard.integrity import check_replicas
 from headway.guard.rng import rng_state
 from headway.guard.signals import StopRequest, agree_to_stop
@@ -91,7 +92,7 @@ class Run:
     def start(self) -> None:
         if self.beacon is not None:
             self.beacon.resumed(self.step)
-        self._frozen_before = gc.get_freeze_count() > 0
+        self._frozen_before = is_kept()
         gc.collect()
         gc.freeze()
         gc.disable()
