@@ -89,6 +89,33 @@ def test_negative_ids_are_beyond_any_vocabulary(tmp_path: Path) -> None:
     check_vocabulary(View([Weighted(MegatronStore.open(write(tmp_path)))], ViewOptions(8, "drop")), 16)
 
 
+def test_the_largest_id_is_found_once_and_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start of every rank read all tokens: minutes to hours of a large set."""
+    prefix, kept = write(tmp_path, dtype=np.int32), tmp_path / "shards" / "largest_tokens.json"
+    reads: list[None] = []
+    largest = MegatronStore.max_token.func  # type: ignore[attr-defined]
+
+    def counted(store: MegatronStore) -> int:
+        reads.append(None)
+        return int(largest(store))
+
+    monkeypatch.setattr(MegatronStore, "max_token", property(counted))
+
+    def check(vocabulary: int) -> int:
+        view = View([Weighted(MegatronStore.open(prefix))], ViewOptions(8, "drop"))
+        check_vocabulary(view, vocabulary, kept)
+        return len(reads)
+
+    assert [check(16), check(16), check(1000)] == [1, 1, 1]
+    with pytest.raises(UserError, match="token id 15 is beyond"):
+        check(15)
+    kept.write_text("[]")
+    assert [check(16), check(16)] == [2, 2]
+    write(tmp_path, [[[1, 70_000]]], np.int32)
+    with pytest.raises(UserError, match="token id 70000"):
+        check(16)
+
+
 def test_fingerprint_follows_content(tmp_path: Path) -> None:
     first = MegatronStore.open(write(tmp_path)).fingerprint
     assert MegatronStore.open(write(tmp_path)).fingerprint == first

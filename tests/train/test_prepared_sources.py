@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from data.test_megatron import write as write_megatron
@@ -15,6 +17,7 @@ from headway.config.dump import dump_yaml
 from headway.config.load import load_run
 from headway.data.options import PrepareOptions, Progress
 from headway.data.prepare import prepare
+from headway.prove.trainee import build_apart
 from headway.train.data import evaluation_view, prepare_sources, training_view
 from headway.train.model import check_model_section
 from tiny import CHATML, make_chats, make_tokenizer, run_file
@@ -149,6 +152,17 @@ def test_keys_about_chats_say_that_they_do_nothing_to_text_and_tokens(tmp_path: 
         (line,) = said_of(path, f"data.sources=[{source}]", "data.labels=last")
         assert str(source) in line and "data.labels" in line
     assert "format" in refusal(path, f"data.sources=[{{path: {tokens}, format: text}}]")
+
+
+def test_a_set_of_unknown_vocabulary_is_guarded_by_the_models(tmp_path: Path) -> None:
+    """A Megatron set declares what its type can hold: no loss was above that of guessing among four billion tokens."""
+    path = run_file(tmp_path)
+    tokens = write_megatron(tmp_path, [[[1, 2, 3, 4]]] * 8, np.int32)
+    config = load_run(path, [f"data.sources=[{tokens}]"]).config
+    made = build_apart(config, tmp_path / "scratch")
+    assert made.spikes.watcher.uniform == math.log(320)
+    assert list(json.loads((config.shards / "largest_tokens.json").read_text()).values()) == [4]
+    made.close("failed")
 
 
 def test_every_long_stage_tells_how_far_it_is(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from headway.config.train import USUAL_SENSITIVE
 from headway.data.batch import Batch
 from headway.data.view import View
 from headway.data.vocabulary import check_vocabulary
+from headway.guard.process_group import control
 from headway.model.isolation import prove_isolation
 from headway.model.kernels.choose import Chosen, copied_layer, fused_layers, plain_layers
 from headway.model.precision import keep_wide, unmatched, use_float8
@@ -62,7 +63,7 @@ def assemble(config: RunConfig, place: Place, view: View, steps: int, known: Kno
     known: decisions of the session that this one goes on from.
     """
     model = build_model(config)
-    check_vocabulary(view, model.shape.vocab)
+    refuse_other_tokens(config, view, model)
     model.module.to(place.device.torch)
     # On the actual model, in the precision it trains in: nothing else shows a leak between documents.
     with torch.autocast(place.device.type, place.compute_dtype, enabled=place.compute_dtype != torch.float32):
@@ -99,6 +100,12 @@ def assemble(config: RunConfig, place: Place, view: View, steps: int, known: Kno
         **float8_record(float8, device),
     }
     return Assembled(model, replicas, optimizers, kernels, compiled, float8, decisions)
+
+
+def refuse_other_tokens(config: RunConfig, view: View, model: BuiltModel) -> None:
+    """Refuses token ids that the model has no row for. Collective: where tokens are read for it, one rank reads."""
+    found = config.shards / "largest_tokens.json"
+    control().on_main(lambda: check_vocabulary(view, model.shape.vocab, found), UserError, (UserError, OSError))
 
 
 def _compile(

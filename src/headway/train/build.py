@@ -22,7 +22,6 @@ from headway.data.feed import Feeder
 from headway.data.options import Progress
 from headway.data.stream import Stream
 from headway.data.view import View
-from headway.data.vocabulary import check_vocabulary
 from headway.guard.beacon import Beacon, watch_compilation
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.environment import collect_environment
@@ -39,7 +38,7 @@ from headway.record.jsonl import PatientWriter, complain
 from headway.train import fitting
 from headway.train import resume as resuming
 from headway.train.agreement import first_failure
-from headway.train.assemble import Assembled, assemble
+from headway.train.assemble import Assembled, assemble, refuse_other_tokens
 from headway.train.cadence import SPIKES_A_STEP, Cadence, Every, unit_of
 from headway.train.clock import StepClock
 from headway.train.data import Say, decoder, evaluation_view, make_stream, prepare_sources, total_steps, training_view
@@ -211,7 +210,7 @@ def _build(
     for line in describe_places(config.checkpoint, tiers, every["memory"], saved, optimizer_size, place.world):
         say(f"checkpoints: {line}")
     say(f"guard: {_guard_line(config, every['memory'])}")
-    spikes = _spikes(config, learner, fit, stream, folder, place, reporter, tiers, state, say)
+    spikes = _spikes(config, learner, fit, stream, folder, place, reporter, tiers, state, made.model.shape.vocab, say)
     return Run(
         config=config,
         session_start=_session_start(reporter, state, place, steps, peak, made, stream, facts),
@@ -298,6 +297,7 @@ def _spikes(
     reporter: Reporter,
     tiers: Tiers,
     state: resuming.Resumed,
+    vocabulary: int,
     say: Say,
 ) -> Spikes:
     """The guard, with the documents that were set aside before taken out of the stream."""
@@ -325,6 +325,7 @@ def _spikes(
         reporter.incident,
         back,
         config.optim.clip_norm,
+        vocabulary,
         tiers.newest_step,
     )
     spikes.load(state.guard)
@@ -383,7 +384,7 @@ def _evaluator(config: RunConfig, view: View, place: Place, made: Assembled, say
     held_out = evaluation_view(config, view)
     if held_out is None:
         return None
-    check_vocabulary(held_out, made.model.shape.vocab)
+    refuse_other_tokens(config, held_out, made.model)
     if held_out.overlong.affected:
         say(f"evaluation: {held_out.overlong}")
     stream = make_stream(config, held_out, config.sequences_per_step(place.layout.data_parallel))

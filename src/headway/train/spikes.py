@@ -59,7 +59,8 @@ Tell = Callable[[str, int, str, str], None]
 class Spikes:
     """Watches the steps of a run; all ranks see the same figures and decide alike, without asking each other.
 
-    rank, world: this rank among those that share the data. kind: what the batches are made of.
+    rank, world: this rank among those that share the data. kind: what the batches are made of. vocabulary: of the
+    model.
     """
 
     config: GuardConfig
@@ -73,6 +74,7 @@ class Spikes:
     tell: Tell
     go_back: GoBack
     clip_norm: float | None
+    vocabulary: int
     newest: Callable[[], int | None] = lambda: None
     """The step of the newest checkpoint on this machine."""
     watcher: Watcher = field(init=False)
@@ -87,7 +89,8 @@ class Spikes:
     _unreadable: list[Position] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.watcher = Watcher(uniform=math.log(min(store.vocab_size for store in self.stream.view.stores)))
+        stores = (store.vocab_size for store in self.stream.view.stores)  # a Megatron set's is what its type can hold
+        self.watcher = Watcher(uniform=math.log(min(self.vocabulary, *stores)))
         self.controls = Controls(self.stream.fingerprint)
         config = self.config
         self.policy = Policy(config.actions, config.lower_lr, config.for_steps, config.within)
