@@ -313,3 +313,21 @@ def test_memory_that_runs_out_anywhere_is_told_in_one_line(
     wrong[0] = RuntimeError("shapes do not match")
     with pytest.raises(RuntimeError, match="shapes"):
         main(["train", "run.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("launch RUN --ranks 0", "--ranks"),  # it meant what the run file says
+        ("launch RUN --min-ranks 0", "--min-ranks"),
+        ("tune RUN --precision --against fast", "--against"),  # it was ignored
+        ("bench packing --rounds 0", "--rounds"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("{}")
+    code, _, err = call(capsys, *(str(path) if word == "RUN" else word for word in words.split()))
+    assert code == 2 and said in err and err.count("\n") == 1

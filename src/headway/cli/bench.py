@@ -27,7 +27,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def peak(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[list[str] | None, typer.Option(help="fp32, bf16, fp16, tf32; default fp32 and bf16.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads (default: as training uses).")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads (default: as training uses).", min=1)] = None,
     seconds: Annotated[float, typer.Option(help="Seconds to measure each dtype.")] = 4.0,
     json: Json = False,
 ) -> None:
@@ -50,7 +50,7 @@ def peak(
 @app.command()
 def comm(
     ranks: Annotated[
-        int | None, typer.Option(help="Processes to start here (default: this machine's GPUs, else 2).")
+        int | None, typer.Option(help="Processes to start here (default: this machine's GPUs, else 2).", min=1)
     ] = None,
     ops: Annotated[str, typer.Option(help="Collectives, comma separated (default: all four).")] = "",
     sizes: Annotated[str, typer.Option(help="Bytes, e.g. 4K,1M,256M (default: 4K to 16M on CPUs, 1G on GPUs).")] = "",
@@ -99,9 +99,9 @@ def data(
 
 @app.command()
 def packing(
-    documents: Annotated[int, typer.Option(help="Documents to pack.")] = 1_000_000,
-    capacity: Annotated[int, typer.Option(help="Slots of a pack.")] = 8192,
-    rounds: Annotated[int, typer.Option(help="Runs of Headway's packer.")] = 5,
+    documents: Annotated[int, typer.Option(help="Documents to pack.", min=1)] = 1_000_000,
+    capacity: Annotated[int, typer.Option(help="Slots of a pack.", min=1)] = 8192,
+    rounds: Annotated[int, typer.Option(help="Runs of Headway's packer.", min=1)] = 5,
     json: Json = False,
 ) -> None:
     """Time packing of chat-like lengths, against TRL's packer where it is installed.
@@ -117,8 +117,8 @@ def packing(
 @app.command()
 def checkpoint(
     gigabytes: Annotated[float, typer.Option(help="Size of the training state.")] = 2.4,
-    rounds: Annotated[int, typer.Option(help="Saves measured in each tier.")] = 5,
-    threads: Annotated[int, typer.Option(help="CPU threads that train.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Saves measured in each tier.", min=1)] = 5,
+    threads: Annotated[int, typer.Option(help="CPU threads that train.", min=1)] = 1,
     corruptions: Annotated[int, typer.Option(help="Injected corruptions.")] = 1000,
     folder: Annotated[Path | None, typer.Option(help="Where to save (default: the temporary folder).")] = None,
     minutes: Annotated[
@@ -182,7 +182,9 @@ def speed(
     documents: Annotated[int, typer.Option(help="Documents a round, the same for all.", min=2)] = 32,
     rounds: Annotated[int, typer.Option(help="Rounds that count.", min=1)] = 3,
     warm_up: Annotated[bool, typer.Option(help="One round before them that does not count.")] = True,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of each contestant (default: torch's).")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of each contestant (default: torch's).", min=1)
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="A new process each round, where memory does not hold all at once.")
     ] = False,
@@ -279,7 +281,7 @@ def faults(
 @app.command()
 def spikes(
     run_file: Annotated[Path | None, typer.Argument(help="Run file of a small training.", metavar="RUN.yaml")] = None,
-    steps: Annotated[int, typer.Option(help="Steps trained before documents are poisoned.")] = 60,
+    steps: Annotated[int, typer.Option(help="Steps trained before documents are poisoned.", min=1)] = 60,
     injections: Annotated[int, typer.Option(help="Documents poisoned, one a batch.")] = 100,
     clean: Annotated[int, typer.Option(help="Clean generated steps of each kind of noise.")] = 20_000,
     seed: int = 0,

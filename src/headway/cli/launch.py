@@ -18,13 +18,19 @@ if TYPE_CHECKING:
 def launch(
     run_file: Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key=value, e.g. data.seq_len=4096.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks to start here (default: as the run file says).")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks to start here (default: as the run file says).", min=1)
+    ] = None,
     hang_s: Annotated[float, typer.Option(help="Least seconds without progress in a step that are a hang.")] = 5.0,
     min_ranks: Annotated[
         int | None,
-        typer.Option(help="Go on with fewer ranks, down to this number, without places that fail again and again."),
+        typer.Option(
+            help="Go on with fewer ranks, down to this number, without places that fail again and again.", min=1
+        ),
     ] = None,
-    exclude_after: Annotated[int, typer.Option(help="Own incidents after which a place (GPU, host) is left out.")] = 3,
+    exclude_after: Annotated[
+        int, typer.Option(help="Own incidents after which a place (GPU, host) is left out.", min=1)
+    ] = 3,
     readmit: Annotated[list[str] | None, typer.Option(help="Let an excluded place take part again.")] = None,
     nnodes: Annotated[
         str | None,

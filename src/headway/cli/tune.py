@@ -46,6 +46,8 @@ def tune(
     from headway.train.data import prepare_sources
     from headway.tune.write import tuned_path
 
+    if precision and against is not None:
+        raise UserError("tune: --precision measures layers, and --against profiles presets; give one of them")
     loaded = load_run(run_file, overrides or [])
     config = loaded.config
     if not precision:  # before the hours of work: neither can be mended at their end
