@@ -123,6 +123,7 @@ def test_a_short_run_dropout_and_an_earlier_session_need_no_compiler(monkeypatch
     assert not found.on and "3 steps could win back 0 s at the very best" in found.why
     dropping = small(model_type="phi3", pad_token_id=0, resid_pdrop=0.1)
     assert "dropout" in decided(dropping)[0].why
+    assert "dropout" in decided(small(attention_dropout=0.1))[0].why, "no module, a number that a function is given"
     found = Decision(True, "it was faster")
     for _ in range(2):
         found, _ = decided(small(), compiling.as_record(found, "cpu"))

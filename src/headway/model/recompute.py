@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from headway.account.errors import UserError
+from headway.model.dropout import dropouts
 from headway.model.forward import inner_model
 from headway.plan.activations import Level
 
@@ -101,12 +102,7 @@ def _contexts(keep: frozenset[Any]) -> Any:
 def _has_dropout(model: nn.Module) -> bool:
     """Attention with dropout draws random numbers: were its output kept, whatever draws after it in the second forward
     would draw others than in the first."""
-    return any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()) or any(
-        float(getattr(module, name, 0.0) or 0.0) > 0
-        for module in model.modules()
-        for name in ("attention_dropout", "dropout_prob")
-        if isinstance(getattr(module, name, 0.0), float | int)
-    )
+    return any(True for _ in dropouts(model))
 
 
 def _with_inputs_on_host(function: Callable[..., Any], *args: Any) -> Any:

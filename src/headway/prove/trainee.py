@@ -18,6 +18,7 @@ from headway.config.run import RunConfig
 from headway.data.batch import Batch
 from headway.data.view import View
 from headway.guard.memory import SHARED_MEMORY
+from headway.model.dropout import silence
 from headway.prove.rebatch import micro_batches
 from headway.train.build import build_run
 from headway.train.evaluate import held_out_sums
@@ -49,9 +50,7 @@ class Trainee:
         if noise:
             self._shake(noise)
             self._shake_what_muon_rounds()
-        for module in self.module.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0  # its draws depend on the batches' shape: no two layouts could agree
+        silence(self.module)  # dropout's draws depend on the batches' shape: no two layouts could agree
 
     @property
     def module(self) -> nn.Module:

@@ -21,6 +21,7 @@ from headway.account.errors import UserError
 from headway.data.batch import Batch
 from headway.guard.process_group import control
 from headway.model.attention import CHOSEN
+from headway.model.dropout import dropouts
 from headway.model.forward import attention_of, call_arguments
 from headway.model.kernels.case import tensors
 from headway.model.kernels.measure import BOUNDS, Weights, compare
@@ -104,7 +105,7 @@ def _measure(
     blocks = transformer_blocks(module)
     if not blocks:
         return Decision(False, "the model has no repeated layers")
-    if any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules()):
+    if any(True for _ in dropouts(module)):
         return Decision(False, "the layers have dropout, so that what is compiled cannot be compared")
     device = next(module.parameters()).device
     block = blocks[len(blocks) // 2]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from headway.model.dropout import dropouts
 from headway.model.kernels.case import Candidate, Case
 from headway.model.kernels.dice import Dice
 from headway.model.kernels.peers_linear_loss import missing_on_gpu
@@ -32,6 +33,8 @@ def _is_plain(module: Any) -> bool:
     weight = next(module.gate_proj.parameters())
     x = torch.randn(2, module.gate_proj.in_features, generator=torch.Generator().manual_seed(3))
     x = x.to(weight.device, weight.dtype)
+    if any(True for _ in dropouts(module)):
+        return False  # in evaluation mode the call below would not show it
     with torch.no_grad():
         expected = module.down_proj(module.act_fn(module.gate_proj(x)) * module.up_proj(x))
         return torch.equal(type(module).forward(module, x), expected)
