@@ -253,7 +253,7 @@ FLOATS = ("lse", "delta", "scale", "cap")
 
 def build(kernel, tile, head_dim):
     q, k = torch.empty(16, 32, head_dim, device="meta"), torch.empty(16, 8, head_dim, device="meta")
-    every = host._constants(tile, 0, 0.0, q, k, k, q)
+    every = host._constants(tile, 0, 0.0, q, k, k, q) | host._stages(tile)
     names = kernel.arg_names
     constants = {name: every[name] for name in names if name in every}
     kinds = {"lse": "*fp32", "delta": "*fp32", "bounds": "*i32", "scale": "fp32", "cap": "fp32", "slots": "i32"}
@@ -272,7 +272,7 @@ def build(kernel, tile, head_dim):
 
 table = {"table": "*i32", "bounds": "*i32", "entries": "i32", "slots": "i32", "STEPS": "constexpr", "BLOCK": "constexpr"}
 triton.compile(ASTSource(source.document_bounds, table, {"STEPS": 8, "BLOCK": 256}), GPUTarget("cuda", 90, 32))
-ALLOWED = {("attention_backward_keys", 128): 16}  # three registers, read once a tile
+ALLOWED = {("attention_backward_keys", 128): 40}  # two registers are read back in a turn of the loop without masks
 for head_dim in (64, 128):
     tiles = host._HOPPER[host.padded(head_dim)]
     build(source.attention_forward, tiles.forward, head_dim)
@@ -281,12 +281,13 @@ for head_dim in (64, 128):
 """
 
 
+@pytest.mark.timeout(900)
 def test_compiles_for_hopper_without_one(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
     path = tmp_path / "build.py"
     path.write_text(COMPILE)
     command = [sys.executable, str(path), str(tmp_path / "kernel.ptx")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=850)
     print(done.stdout)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -47,7 +47,7 @@ class Tiles:
 # By padded head size. 9.0's were chosen from registers and shared memory of the compiled kernels (docs/kernels.md).
 _HOPPER = {
     64: Tiles(Tile(128, 128, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
-    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+    128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3)),
     256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
 _SMALL = {
@@ -172,7 +172,7 @@ def packed_attention_backward(
         constants = _constants(tiles.keys, window, softcap, query, key, value, grad)
         _source().attention_backward_keys[(_programs(slots, key.shape[1], tiles.keys.keys, 1),)](
             query, key, value, bounds, grad, level, delta, *grads[1:],
-            slots=slots, scale=scale, cap=softcap, **constants,
+            slots=slots, scale=scale, cap=softcap, **constants, **_stages(tiles.keys),
         )  # fmt: skip
     return grads
 
@@ -241,6 +241,11 @@ def _constants(tile: Tile, window: int, softcap: float, *tensors: Tensor) -> dic
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
+
+
+def _stages(tile: Tile) -> dict[str, int]:
+    """Of the keys' two loops: with a mask, a third stage would leave too few registers."""
+    return {"STAGES": tile.stages, "MASKED_STAGES": min(2, tile.stages)}
 
 
 def _programs(slots: int, heads: int, rows: int, pack: int) -> int:

@@ -278,6 +278,7 @@ def attention_backward_keys(
     v_slot: tl.constexpr, v_head: tl.constexpr, g_slot: tl.constexpr, g_head: tl.constexpr,
     HEADS: tl.constexpr, REST: tl.constexpr, PACK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, MASKED_STAGES: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys a program, over all queries and heads that see it: grad_k, grad_v [T, K, D]. No atomics: sums
     run in the same order every time."""
@@ -306,7 +307,7 @@ def attention_backward_keys(
     acc_v = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     for rest in range(REST):
         pack = kv_head * REST + rest
-        for m in range(a, b, SPAN):
+        for m in tl.range(a, b, SPAN, num_stages=STAGES):
             acc_k, acc_v = _key_block(
                 acc_k, acc_v, keys, values, q, grad_out, lse, delta, m, pack, 0, 0, q_slot, q_head, g_slot, g_head,
                 slots, scale, cap, False, PACK, BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, WINDOW, SOFTCAP, PRECISION,
@@ -314,7 +315,7 @@ def attention_backward_keys(
         # Read here, not above: over the other loop they would hold registers.
         key = first + tl.arange(0, BLOCK_N)
         end = tl.load(bounds + slots + key, mask=key < slots, other=0)
-        for index in range(masked):
+        for index in tl.range(0, masked, num_stages=MASKED_STAGES):
             m = tl.where(index < before, low + index * SPAN, b + (index - before) * SPAN)
             acc_k, acc_v = _key_block(
                 acc_k, acc_v, keys, values, q, grad_out, lse, delta, m, pack, key, end, q_slot, q_head, g_slot, g_head,

@@ -23,6 +23,8 @@ small a case takes what its launches take, which says nothing."""
 QUICK = 0.05
 """Seconds of a first call that may be mostly what first calls do; it is made again."""
 FLOAT64_ELEMENTS = 1 << 22
+TURN_SECONDS = 1.0
+"""On CUDA, left for timing what is right even where compiling took all the time there was: it would be for nothing."""
 UNTRIED = "not measured: "
 """How the reason of every candidate begins that was not tried for want of time."""
 OUT_OF_TIME = f"{UNTRIED}the time for choosing is over"
@@ -60,6 +62,8 @@ def choose(case: Case, budget: float) -> Choice:
             results[name] = replace(result, reason=f"{(result.seconds or 0.0) / best:.1f} times slower on a small case")
     able = {name: result for name, result in results.items() if not result.reason}
     timed = {c: able[c.name].seconds or 0.0 for c in case.candidates if c.name in able}
+    if device == "cuda":
+        deadline = max(deadline, time.monotonic() + TURN_SECONDS)
     times, failed = _time(case, timed, deadline)
     results |= {name: replace(results[name], **why) for name, why in failed.items()}
     if times:
