@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shlex
 import signal
 from collections.abc import Callable
@@ -527,5 +528,23 @@ def test_a_full_disk_at_the_end_takes_nothing_of_what_was_measured(
 
     monkeypatch.setattr("headway.record.files.write_atomic", full)
     code, out, said = command(capsys, run_file, *quick, *(["--json"] if json else []))
-    assert code == 1 and "No space left on device" in said and PROVED in out and "larger-micro-batch" in out
-    assert not json or yaml.safe_load(out)["written"] is None
+    assert code == 3 and "is not written: no space left on device" in said
+    assert PROVED in out and "larger-micro-batch" in out and (not json or yaml.safe_load(out)["written"] is None)
+    overrides = yaml.safe_load(out)["overrides"] if json else shlex.split(out.splitlines()[-1].split(run_file.name)[1])
+    assert load_run(run_file, overrides).config.data.pack == "best_fit"
+
+
+@pytest.mark.parametrize(("number", "words"), [(28, "no space left on device"), (30, "read-only file system")])
+def test_a_full_or_read_only_disk_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, words: str
+) -> None:
+    path = tiny.run_file(tmp_path)
+
+    def synced(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("headway.train.data.prepare_sources", lambda *_: pytest.fail("the work began"))
+    monkeypatch.setattr("headway.cli.paths.os.fsync", synced)
+    code, _, said = command(capsys, path)
+    assert code == 2 and f"run.tuned.yaml cannot be written: {words}; tune writes" in said
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["chats.jsonl", "run.yaml", "tokenizer"]

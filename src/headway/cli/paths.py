@@ -6,6 +6,7 @@ A wrong value ends in one line that names the option.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -51,8 +52,20 @@ def _problem(path: Path, said: str) -> str:
     if above == Path(above.anchor) and path.absolute().parent != above:
         return f"cannot be written: {path.absolute().parent} does not exist; make it first"
     if not os.access(path if path.exists() else above, os.W_OK):
-        return "cannot be written: permission denied"
+        why = "read-only file system" if os.statvfs(above).f_flag & os.ST_RDONLY else "permission denied"
+        return f"cannot be written: {why}"
     return ""
+
+
+def why_no_room(path: Path, size: int) -> str:
+    """Why no `size` bytes can be written beside it (a full disk, a quota), found by doing so; empty where they can."""
+    try:
+        with tempfile.TemporaryFile(dir=path.absolute().parent, buffering=0) as file:
+            written = file.write(b"#" * size)
+            os.fsync(file.fileno())
+    except OSError as error:
+        return f"cannot be written: {(error.strerror or str(error)).lower()}"
+    return "" if written == size else "cannot be written: no space left on device"
 
 
 def is_no_input(

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from headway.config.run import RunConfig
     from headway.tune.write import Setting
 
+ROOM = 8192
+"""Bytes for what is added to the run file's text."""
+
 
 def tune(
     run_file: Annotated[Path, typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")],
@@ -39,7 +42,7 @@ def tune(
     Example: headway tune run.yaml preset=naive
     """
     from headway.account.errors import UserError
-    from headway.cli.paths import why_not_written
+    from headway.cli.paths import why_no_room, why_not_written
     from headway.cli.progress import progress
     from headway.config.load import load_run
     from headway.prove.verify import refuse_measured_precision
@@ -52,7 +55,8 @@ def tune(
     config = loaded.config
     if not precision:  # before the hours of work: neither can be mended at their end
         refuse_measured_precision("tune", config)
-        if problem := why_not_written(written := tuned_path(run_file), str(written)):
+        written, room = tuned_path(run_file), ROOM + 2 * run_file.stat().st_size
+        if problem := why_not_written(written, str(written)) or why_no_room(written, room):
             raise UserError(f"{written} {problem}; tune writes what it finds there")
     prepare_sources(config, _say, None if json else progress())
     with scratch_folder("tune") as scratch:
@@ -74,7 +78,6 @@ def _tune(
 ) -> int:
     from headway.config.load import load_run
     from headway.prove.verify import verify
-    from headway.record.files import write_atomic
     from headway.tune.profile import LEAST_SECONDS, Profile, profile
     from headway.tune.rounds import Round, beside, table
     from headway.tune.rounds import tune as run_tune
@@ -113,23 +116,34 @@ def _tune(
     text, problem = _text(run_file, [*settings, name] if "name" in loaded.provenance.origins else settings, found)
     try:
         written = tuned_path(run_file)
+        problem = f"it would not be what was proved: {problem}" if problem else _not_written(written, text)
         if problem:
             record["overrides"] = as_overrides([*settings, name])
-            _say(f"headway: {written} is not written: it would not be what was proved: {problem}")
+            _say(f"headway: {written} is not written: {problem}")
             if not json:
                 print(f"what was proved: headway train {shlex.join([str(run_file), *record['overrides']])}", flush=True)
         else:
-            write_atomic(written, text)
             record["written"] = str(written)
             if not json:
                 print(f"written: {written}", flush=True)
         shares = [] if other is None else beside(found, other, measure)
-    finally:  # the measurements are told, whatever the disk or the preset does
+    finally:  # the measurements are told, whatever the preset does
         if json:
             print_json({**record, "over_preset": {against: shares} if shares else {}})
     if shares and not json:
         print(f"of preset {against} in packs of the same size, in turn: {', '.join(f'{x:.1%}' for x in shares)}")
     return 3 if problem else 0
+
+
+def _not_written(path: Path, text: str) -> str:
+    """Writes; why it could not be (the disk may have filled up meanwhile), empty where it was."""
+    from headway.record.files import write_atomic
+
+    try:
+        write_atomic(path, text)
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return ""
 
 
 def _kept(found: Any) -> list[Setting]:
