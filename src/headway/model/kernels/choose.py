@@ -167,6 +167,7 @@ def measure_kernels(
         )
         warnings += told
         waiting = waiting[1:]
+        del case
     ordered = tuple(choices[operation.name] for operation in operations)
     return Chosen(ordered, tuple(warnings), time.monotonic() - started)
 
@@ -285,10 +286,10 @@ def _loss_operation(model: nn.Module, setting: Setting) -> _Operation:
     assert isinstance(head, nn.Linear)
     rows = max(1, round(setting.slots * setting.trained_share))
     modes = setting.z_loss, setting.label_smoothing
-    case = loss_case(head, rows, setting.compute_dtype, setting.device, *modes, setting.cast)
     return _Operation(
         "linear_loss",
-        lambda names: case,
+        # Made when it is measured, and freed behind it: its weight is a head's, gigabytes for large vocabularies.
+        lambda names: loss_case(head, rows, setting.compute_dtype, setting.device, *modes, setting.cast),
         lambda name: install_loss_head(model, IMPLEMENTATIONS[name]),
         lambda: remove_loss_head(model),
         share=DEAREST,
