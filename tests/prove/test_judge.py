@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import torch
 from headway.prove.judge import Verdict, judge
 from headway.prove.report import lines, record
 from headway.prove.trajectory import Trajectory, chosen_steps
+from headway.prove.verify import Verified
 
 INF, NAN = math.inf, math.nan
 
@@ -28,9 +28,7 @@ def made(norms: Sequence[float], losses: Sequence[float] | None = None, way: flo
 
 def told(a: Trajectory, b: Trajectory, twin: Trajectory) -> Verdict:
     verdict = judge(a, b, twin)
-    found = SimpleNamespace(
-        verdict=verdict, differences=(), steps=len(a.losses), unseen=True, own_steps=(1.0, 1.0), a=a, b=b, twin=twin
-    )
+    found = Verified(verdict, a, b, twin, (), len(a.losses))
     assert record(found)["left_out"] == list(verdict.left_out)
     text = "\n".join(lines(found))
     assert all(f"left out: {what}" in text for what in verdict.left_out)
