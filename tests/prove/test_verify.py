@@ -219,6 +219,7 @@ HONEST: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "padded to the longest and to the length": (("data.pack=none",), ("data.pack=none", "data.pad_to=seq_len")),
     "bf16 and float32": (("train.precision=float32",), ("train.precision=bfloat16",)),
+    "float16 and float32": (("train.precision=float32", "seed=3"), ("train.precision=float16", "seed=3")),
     "bf16 rows and bf16 packs, LoRA": ((*LORA, "data.pack=none"), LORA),
     "presets": (("preset=naive",), ("preset=fast",)),
 }
