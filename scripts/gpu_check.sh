@@ -3,7 +3,6 @@
 #   scripts/gpu_check.sh SHARDS_FOLDER [OUT]      SHARDS_FOLDER: real chats, from `headway data prepare`
 #   scripts/gpu_check.sh --cpu SHARDS_FOLDER [OUT]   every line on a CPU with a tiny model: is the script itself right?
 set -uo pipefail
-cd "$(dirname "$0")/.."
 device=cuda
 if [ "${1:-}" = --cpu ]; then
   device=cpu
@@ -11,11 +10,15 @@ if [ "${1:-}" = --cpu ]; then
   export HEADWAY_CHECK_ON_CPU=1 OMP_NUM_THREADS=1
 fi
 shards=${1:?give a folder of prepared shards}
-out=${2:-gpu_check_out}
+shards=$(realpath "$shards")
+here=$(dirname "$0")/..
+out=${2:-$here/gpu_check_out}
+mkdir -p "$out"
+out=$(realpath "$out")  # both are the caller's, not this folder's
+cd "$here" || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src:$PWD/tests${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTORCH_ALLOC_CONF=expandable_segments:True HEADWAY_HOME=$out/home
-mkdir -p "$out"
 failed=0
 # On a slow CPU the script is tried whole, however long it takes.
 ends=$((SECONDS + ($([ $device = cuda ] && echo 235 || echo 3600))))
@@ -24,7 +27,7 @@ within() { # seconds of its own, command: never past the end of the whole
   local own=$1 left=$((ends - SECONDS)); shift
   [ $device = cuda ] || own=$left
   [ "$left" -gt 2 ] || { echo "no time is left for: $*"; return 124; }
-  timeout $((own < left ? own : left)) "$@"
+  timeout -k 5 $((own < left ? own : left)) "$@"
 }
 check() { [ "${PIPESTATUS[0]}" = 0 ] || { failed=1; echo "FAILED $1"; }; }
 

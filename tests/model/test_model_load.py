@@ -9,7 +9,14 @@ from safetensors.torch import load_file, save_file
 
 from headway.account.errors import UserError
 from headway.model.forward import attention_of
-from headway.model.load import check_vocabulary, load_model, load_tokenizer, read_config, set_attention
+from headway.model.load import (
+    check_vocabulary,
+    load_model,
+    load_tokenizer,
+    read_config,
+    seeded_on_host,
+    set_attention,
+)
 from model.tiny_models import BASE, FAMILIES, VOCAB, tiny
 from model.tiny_tokenizer import tiny_tokenizer
 
@@ -192,3 +199,18 @@ def test_a_vocabulary_larger_than_the_model_is_caught():
 def test_a_config_read_keeps_its_values():
     config = read_config(LLAMA)
     assert (config.model_type, config.hidden_size, config.vocab_size) == ("llama", 32, VOCAB)
+
+
+def test_weights_drawn_on_the_host_leave_the_gpus_alone(monkeypatch):
+    """`headway train` checks a model before it starts its ranks: a context of its own on GPU 0 would stay there."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda *_: pytest.fail("a GPU is asked"))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda *_: pytest.fail("a GPU is asked"))
+    before = torch.get_rng_state()
+    with seeded_on_host(3):
+        drawn = torch.rand(4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(3)))
+    weights = [load_model(config=LLAMA, seed=5).lm_head.weight for _ in range(2)]
+    assert torch.equal(*weights) and torch.equal(torch.get_rng_state(), before)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace as Any
+from unittest.mock import MagicMock
 
 import pytest
 
-from headway.account.events import CheckpointLine, Incident, SessionStart
+from headway.account.events import CheckpointLine, Incident, SessionEnd, SessionStart
 from headway.account.run_clock import RunClock
 from headway.config.load import load_run
 from headway.guard.control import Control
@@ -16,6 +17,8 @@ from headway.record.folder import RunFolder
 from headway.record.jsonl import JsonlWriter
 from headway.record.sessions import History
 from headway.train.build import build_run
+from headway.train.loop import train
+from headway.train.run import Run
 from headway.train.unended import tell_of_checkpoints_gone, tell_of_the_session_before, unended
 from tiny import run_file
 
@@ -83,3 +86,23 @@ def test_listeners_hear_what_a_start_says_of_the_session_before(
         run.close("interrupted")
         assert heard[-1].fault == "run killed" and evidence in heard[-1].evidence
     assert len(heard) == 2
+
+
+def test_a_session_whose_first_evaluation_fails_is_ended() -> None:
+    run = MagicMock()
+    run.start.side_effect = RuntimeError("no held-out document")
+    with pytest.raises(RuntimeError, match="held-out"):
+        train(run)
+    run.close.assert_called_once_with("failed")
+
+
+def test_a_device_that_is_lost_keeps_the_last_lines_back_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+    """After an illegal access every call to the device raises, also those that closing makes."""
+    run, lost = MagicMock(_frozen_before=True), RuntimeError("CUDA error: an illegal memory access\nmore")
+    for call in (run.clock.end_step, run.hook.close, run.supply.close, run.saves.close):
+        call.side_effect = lost
+    Run.close(run, "failed")
+    assert isinstance(run.reporter.tell.call_args.args[0], SessionEnd)
+    assert run.lock.release.called and "illegal memory access" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="illegal"):
+        Run.close(run, "done")

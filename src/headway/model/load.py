@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,13 +196,21 @@ def _load_weights(path: str | os.PathLike[str], dtype: torch.dtype, trust_remote
     return model
 
 
+@contextmanager
+def seeded_on_host(seed: int) -> Iterator[None]:
+    """The host's generator begins at `seed`, and is afterwards as it was. torch's own `fork_rng` and `manual_seed` look
+    at every GPU's too, which makes a context on each: where nothing is computed on one, memory for nothing."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
 def _random_weights(
     config: PretrainedConfig, dtype: torch.dtype, seed: int, trust_remote_code: bool
 ) -> PreTrainedModel:
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not trust_remote_code:
         raise UserError(f"model.config ({config.model_type}): transformers has no causal language model of this type")
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded_on_host(seed):
         try:
             return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, ZeroDivisionError) as error:

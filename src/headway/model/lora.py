@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from headway.account.errors import UserError
 from headway.config.model import LoraConfig
 from headway.model.export import fill_skeleton, new_folder
+from headway.model.load import seeded_on_host
 
 
 def apply_lora(model: PreTrainedModel, lora: LoraConfig, *, seed: int = 0) -> PeftModel:
@@ -23,8 +24,7 @@ def apply_lora(model: PreTrainedModel, lora: LoraConfig, *, seed: int = 0) -> Pe
     The adapters start as a change of exactly zero (B = 0) and depend on `seed` alone; under a bfloat16 or float16 model
     they are float32, because their updates are small. Raises UserError when no module has such a name.
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded_on_host(seed):
         try:
             adapted = get_peft_model(model, _peft_config(lora))
         except ValueError as error:

@@ -22,7 +22,8 @@ from headway.model.forward import inner_model
 from headway.plan.activations import Level
 
 _aten = torch.ops.aten
-_OPERATORS = (_aten, torch.ops.torch_attn, torch.ops.headway)
+# Those of the flash-attn packages are registered where these are imported.
+_OPERATORS = (_aten, torch.ops.torch_attn, torch.ops.headway, torch.ops.flash_attn, torch.ops.flash_attn_3)
 # Dear to compute for the bytes their outputs take. Experts' grouped products are not among them: their outputs are
 # written over by the models.
 _PRODUCTS = {
@@ -30,21 +31,23 @@ _PRODUCTS = {
     for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
     if (op := getattr(_aten, name, None)) is not None
 }
-_ATTENTION = {
-    op.default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_flash_attention_forward",
-        "_efficient_attention_forward",
-        "_varlen_attn",  # of torch's varlen_attn
-        "packed_attention",  # ours
-    )
-    for operators in _OPERATORS
-    if (op := getattr(operators, name, None)) is not None
-}
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+    "_varlen_attn",  # of torch's varlen_attn
+    "packed_attention",  # ours
+    "_flash_attn_forward",
+    "_flash_attn_varlen_forward",
+)
+
+
+def _attention() -> set[Any]:
+    found = [getattr(operators, name, None) for operators in _OPERATORS for name in _ATTENTION]
+    return {op.default for op in found if op is not None}
 
 
 def set_recompute(model: nn.Module, level: Level) -> None:
@@ -85,7 +88,7 @@ def _of_layer(level: Level, index: int) -> Level:
 
 def _function(model: PreTrainedModel, level: Level) -> Callable[..., Any]:
     if level == "selective":
-        keep = _PRODUCTS if _has_dropout(model) else _PRODUCTS | _ATTENTION
+        keep = _PRODUCTS if _has_dropout(model) else _PRODUCTS | _attention()
         return partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, frozenset(keep)))
     if level == "offload":
         return _with_inputs_on_host

@@ -38,8 +38,11 @@ class BrokenGradients:
     def take(self) -> Tensor:
         """Boolean scalar: any of this rank's own gradients was not finite since the last call."""
         found = self._flag.clone()
-        self._flag.zero_()
+        self.forget()
         return found
+
+    def forget(self) -> None:
+        self._flag.zero_()
 
 
 def _watching(watch: BrokenGradients) -> Any:

@@ -15,8 +15,7 @@ def memory_capacity(device_type: str, ranks_here: int) -> float:
     if device_type == "cuda":
         free, _ = torch.cuda.mem_get_info()
         return float(free + torch.cuda.memory_reserved())
-    available = min(psutil.virtual_memory().available, _cgroup_limit())
-    return available / ranks_here + psutil.Process().memory_info().rss
+    return free_on_host() / ranks_here + psutil.Process().memory_info().rss
 
 
 def free_on_host() -> float:
@@ -26,8 +25,8 @@ def free_on_host() -> float:
     try:
         stat = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
         used = int((root / "memory.current").read_text()) - int(stat["inactive_file"]) - int(stat["active_file"])
-    except (OSError, ValueError, KeyError):
-        return free
+    except (OSError, ValueError, KeyError):  # how much of its limit is in use is not told here
+        return min(free, _cgroup_limit())
     return min(free, max(0.0, _cgroup_limit() - used))
 
 

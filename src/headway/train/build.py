@@ -354,9 +354,8 @@ def _fit(
     choice = fitting.choose_level(config, model.shape, replicas, shards, place.ranks_here)
     parts = fitting.parts_before(known, place.device.name, place.world)
     fit = fitting.make_fit(config, model.module, choice, reporter.out_of_memory, parts)
-    lines = fitting.describe(config, choice, model.shape, replicas, shards)
-    if choice.rehearse:
-        lines.append(fitting.rehearse(fit, learner, config, model.shape.vocab, choice.optimizer_bytes))
+    ran = [fitting.rehearse(fit, learner, config, model.shape.vocab, choice)] if choice.rehearse else []
+    lines = fitting.describe(config, choice, fit.level, model.shape, replicas, shards) + ran
     for line in lines:
         say(f"memory: {line}")
     return fit, lines, choice.optimizer_bytes

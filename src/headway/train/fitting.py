@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from headway.account.errors import UserError
 from headway.account.shape import ModelShape
@@ -16,14 +17,17 @@ from headway.config.run import RunConfig
 from headway.data.batch import Batch
 from headway.guard.process_group import control
 from headway.model.forward import attention_of
+from headway.model.head import loss_head
 from headway.model.recompute import set_recompute
 from headway.parallel.memory import memory_capacity
+from headway.parallel.out_of_memory import is_out_of_memory
 from headway.parallel.wrap import Replicas, transformer_blocks
 from headway.plan.activations import (
     Estimate,
     Level,
     States,
     Work,
+    estimate,
     ladder,
     least_that_fits,
     offload_cost,
@@ -31,16 +35,23 @@ from headway.plan.activations import (
 )
 from headway.train.decisions import Known
 from headway.train.memory import Fit, keep_random_state
+from headway.train.optim import Optimizers
 from headway.train.step import Learner
 
 GIB = 2**30
+# The estimate counts the eager path and errs towards more recompute: where running out of memory costs a few seconds
+# and nothing else, what it says takes up to this much of the memory there is, is tried.
+_TRY = 1.5
+# Of what is predicted, kept free in a rehearsal: what the update and later steps take beyond the worst micro-batch.
+_SPARE = 0.02
 # Bytes of optimizer state per trained parameter, in units of the parameter's own width.
 _STATE = {"adamw": 2.0, "muon": 1.2, "adamw8bit": 0.55}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """levels: what may be tried, the chosen one first. predicted: of the chosen one. rehearse: run the worst pack."""
+    """levels: what may be tried, the chosen one first (the first one tried, with `rehearse`: of the worst pack).
+    predicted: of that one."""
 
     levels: list[Level]
     predicted: Estimate
@@ -50,7 +61,11 @@ class Choice:
 
 
 def choose_level(config: RunConfig, shape: ModelShape, replicas: Replicas, shards: int, ranks_here: int) -> Choice:
-    """The least level whose estimate fits on every rank (the run file's own, where it names one). Collective."""
+    """The least level whose estimate fits on every rank (the run file's own, where it names one). Collective.
+
+    Before a rehearsal, the least that may fit. Not where FSDP2 shards: out of memory inside a gradient's reduction ends
+    the process there, so the estimate must fit.
+    """
     states = _states(config, replicas, shards)
     work = _work(config, replicas)
     capacity = memory_capacity(replicas.device_type, ranks_here)
@@ -62,7 +77,8 @@ def choose_level(config: RunConfig, shape: ModelShape, replicas: Replicas, shard
     levels = ladder(len(shape.layers), offload=config.model.offload != "none")
     if not can_recompute(replicas.module):
         levels = ["none"]
-    chosen, estimates = least_that_fits(shape, work, states, capacity, levels, device=on_device)
+    room = capacity * (_TRY if on_device and not replicas.casts_itself else 1.0)
+    chosen, estimates = least_that_fits(shape, work, states, room, levels, device=on_device)
     at = max(control().gather(levels.index(chosen)))
     predicted = estimates[at]
     # Where memory is host memory, too much of it kills the process instead of raising: a rehearsal proves nothing.
@@ -78,15 +94,18 @@ def can_recompute(module: nn.Module) -> bool:
     return True
 
 
-def describe(config: RunConfig, choice: Choice, shape: ModelShape, replicas: Replicas, shards: int) -> list[str]:
-    """What was chosen and what it is predicted to take, one fact a line."""
-    total, capacity = _in_gib(choice.predicted.total), _in_gib(choice.capacity)
-    lines = [f"recompute {choice.levels[0]}: predicted peak {total} of {capacity} on a rank"]
-    work = _work(config, replicas)
-    if choice.levels[0] == "offload" or (config.model.offload != "none" and "offload" in choice.levels):
+def describe(
+    config: RunConfig, choice: Choice, level: Level, shape: ModelShape, replicas: Replicas, shards: int
+) -> list[str]:
+    """What is in force (`level`) and what it is predicted to take, one fact a line."""
+    work, on_device = _work(config, replicas), replicas.device_type == "cuda"
+    predicted = estimate(shape, work, _states(config, replicas, shards), level, device=on_device)
+    total, capacity = _in_gib(predicted.total), _in_gib(choice.capacity)
+    lines = [f"recompute {level}: predicted peak {total} of {capacity} on a rank"]
+    if level == "offload" or (config.model.offload != "none" and "offload" in choice.levels):
         moved, seconds = offload_cost(shape, work)
         lines.append(
-            f"offload of activations {'is in force' if choice.levels[0] == 'offload' else 'is the last level'}: "
+            f"offload of activations {'is in force' if level == 'offload' else 'is the last level'}: "
             f"{_in_gib(moved)} a micro-batch to the host and back, predicted {seconds:.3f} s unless hidden"
         )
     if config.model.offload == "optimizer":
@@ -103,31 +122,61 @@ def _in_gib(size: float) -> str:
     return f"{size / GIB:.2f} GiB" if size >= 0.1 * GIB else f"{size / GIB * 1024:.1f} MiB"
 
 
-def rehearse(fit: Fit, learner: Learner, config: RunConfig, vocab: int, optimizer_bytes: float) -> str:
+def rehearse(fit: Fit, learner: Learner, config: RunConfig, vocab: int, choice: Choice) -> str:
     """Forward and backward on the worst micro-batch before the first step, at each level until one fits. Collective.
 
-    The optimizer's state, made only by the first step, is stood in for. Leaves no gradient and the random state as it
-    was. Returns what the device's allocator measured, in words.
+    The part of the optimizer's state that only the first step makes (none, after a resume) is stood in for. Leaves no
+    gradient and the random state as it was. Returns what did not fit and what the allocator measured, in words.
     """
-    replicas = learner.replicas
-    device = replicas.device
+    device = learner.device
+    to_come = max(0.0, choice.optimizer_bytes - state_bytes(learner.optimizers))
+    to_come += _SPARE * (choice.predicted.total - choice.predicted.reserve)
+
+    def attempt(parts: Sequence[Batch]) -> None:
+        held = failure = None
+        try:
+            held = stand_in(to_come, device)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = f"out of memory for {_in_gib(to_come)} of the optimizer's state and spare room"
+        learner.learn(parts, batch.trained_tokens, failure=failure)
+        del held
+
     batch = worst_batch(config, vocab).to(device)
     several = config.train.global_batch_sequences is not None or config.train.global_batch_tokens is not None
     with keep_random_state():
-        stand_in = (
-            torch.empty(int(optimizer_bytes), dtype=torch.uint8, device=device) if device.type == "cuda" else None
-        )
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         # Twice, where steps accumulate: the second pass finds the gradients of the first in memory.
-        fit.run(lambda parts: learner.learn(parts, batch.trained_tokens), [batch] * (2 if several else 1))
+        # A level that does not fit is what is looked for here, and no incident.
+        tried: list[str] = []
+        tell, fit.tell = (
+            fit.tell,
+            lambda evidence, action, seconds: tried.append(f"{evidence}: {action.partition(';')[0]}; "),
+        )
+        try:
+            fit.run(attempt, [batch] * (2 if several else 1))
+        finally:
+            fit.tell = tell
         learner.optimizers.zero_grad()
-        del stand_in
     if device.type != "cuda":
-        return "the worst micro-batch ran"
+        return f"{''.join(tried)}the worst micro-batch ran"
     allocated, reserved = torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB
     torch.cuda.empty_cache()
-    return f"the worst micro-batch ran: {allocated:.2f} GiB allocated, {reserved:.2f} GiB reserved"
+    return f"{''.join(tried)}the worst micro-batch ran: {allocated:.2f} GiB allocated, {reserved:.2f} GiB reserved"
+
+
+def state_bytes(optimizers: Optimizers) -> int:
+    """What this rank holds of the optimizer's state."""
+    found = [value for item in optimizers.items for state in item.state.values() for value in state.values()]
+    tensors = [one.to_local() if isinstance(one, DTensor) else one for one in found if isinstance(one, torch.Tensor)]
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
+def stand_in(size: float, device: torch.device) -> torch.Tensor:
+    """Memory that is taken. On a CPU it is not: too much of it would end the process instead of raising."""
+    return torch.empty(int(size) if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
 
 
 def worst_batch(config: RunConfig, vocab: int) -> Batch:
@@ -178,6 +227,7 @@ def _work(config: RunConfig, replicas: Replicas) -> Work:
         residual_bytes=wide if replicas.casts_itself else max(wide, master),
         attention_bytes=4 if replicas.device_type == "cpu" else wide,
         score_slots=scores,
+        logit_copies=2 if loss_head(replicas.module) is None else 0,
     )
 
 

@@ -14,8 +14,8 @@ def train(run: Run) -> str:
     happens between steps (evaluation, saving) has a category of its own.
     """
     reason = FAILED
-    run.start()
     try:
+        run.start()
         while run.has_steps_left():
             run.begin_step()
             run.tell_finished_steps()

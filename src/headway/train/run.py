@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from headway.guard.rng import rng_state
 from headway.guard.signals import StopRequest, agree_to_stop
 from headway.guard.training_state import Capture
 from headway.guard.tree import Tree
+from headway.record.jsonl import complain
 from headway.train.clock import StepClock
 from headway.train.decisions import KEY
 from headway.train.evaluate import Evaluator
@@ -343,17 +345,23 @@ class Run:
         """Tells the end, also of a failure, and lets everything go."""
         if self.beacon is not None:
             self.beacon.enter(ENDING)  # the report of a long run takes longer than any step
-        if self.hook is not None:
-            self._tell_all(self.hook.close())
-        self.clock.end_step()
-        self.supply.close()
         broken = reason not in ("done", "preempted")
+        with _as_far_as_it_goes(broken):
+            if self.hook is not None:
+                self._tell_all(self.hook.close())
+        if broken:
+            self.clock.abandon()  # closing the step would ask a device that may answer nothing any more
+        else:
+            self.clock.end_step()
+        with _as_far_as_it_goes(broken):
+            self.supply.close()
         if not broken:
             self.reporter.tell_finished()
         problem = sys.exc_info()[1]
         if isinstance(problem, Stopped) and not problem.told:
             self.reporter.incident("stopped", self.step, str(problem), "stopped the run")
-        self.saves.close(over=not broken, wait=reason == "done")
+        with _as_far_as_it_goes(broken):
+            self.saves.close(over=not broken, wait=reason == "done")
         account = self.run_clock.account()
         self.reporter.tell(
             SessionEnd(
@@ -377,3 +385,15 @@ class Run:
     def _account_cost_ns(self) -> int:
         """What keeping the account cost: its marks in the stream, and closing and encoding its lines."""
         return self.reporter.cost_ns + round(self.clock.marks * self.clock.mark_cost_ns())
+
+
+@contextmanager
+def _as_far_as_it_goes(broken: bool) -> Iterator[None]:
+    """After a failure what fails in its wake (a lost device fails every call) neither hides it nor keeps the session's
+    last lines back."""
+    try:
+        yield
+    except Exception as error:
+        if not broken:
+            raise
+        complain(f"while the run was closed: {type(error).__name__}: {str(error).splitlines()[:1]}")

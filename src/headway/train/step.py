@@ -161,14 +161,22 @@ class Learner:
         self._hold = self._hold | spike | broken
         return self._hold
 
-    def learn(self, micro_batches: Sequence[Batch], trained_tokens: int, unreadable: bool = False) -> Tensor:
+    def learn(
+        self,
+        micro_batches: Sequence[Batch],
+        trained_tokens: int,
+        unreadable: bool = False,
+        failure: str | None = None,
+    ) -> Tensor:
         """Leaves the gradients on the parameters; returns this rank's sums of objective and nll, float32 [2].
 
-        Raises as `update` does.
+        `failure`: memory has run out before; then this rank only takes part in what the others do. Raises as
+        `update` does.
         """
         self.optimizers.zero_grad()
         self._documents = Documents(self.device)
-        sums, failure = self._accumulate(micro_batches, trained_tokens)
+        self._broken.forget()  # what a pass that was made again, or a rehearsal, has seen
+        sums, failure = self._accumulate(micro_batches, trained_tokens, failure)
         with self.clock.phase("host.sync"):
             failure = self.agree(_UNREADABLE if unreadable else failure)
         if failure is not None and _UNREADABLE in failure:
@@ -180,12 +188,13 @@ class Learner:
             raise OutOfMemory(failure)
         return sums
 
-    def _accumulate(self, micro_batches: Sequence[Batch], trained_tokens: int) -> tuple[Tensor, str | None]:
+    def _accumulate(
+        self, micro_batches: Sequence[Batch], trained_tokens: int, failure: str | None = None
+    ) -> tuple[Tensor, str | None]:
         """This rank's sums, and what failed; a failed rank still takes part in every collective of the others."""
         # FSDP2 and DDP both average over the ranks; the gradient wanted is the sum.
         scale = self.replicas.size / trained_tokens
         sums = torch.zeros(2, device=micro_batches[0].input_ids.device)
-        failure: str | None = None
         for batch in micro_batches:
             with self.replicas.accumulate(last=batch is micro_batches[-1]):
                 self._collectives.begin()
