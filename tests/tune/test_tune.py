@@ -269,14 +269,14 @@ def test_what_auto_leaves_as_it_was_changes_nothing_and_is_not_measured(run_file
     """`compile: auto` that decides off, for so few steps of the whole run: it was kept for +36 %, all of it noise."""
     own = load_run(run_file, ["train.compile=false", "model.recompute=none", "train.steps=60"]).config
     folders = (tmp_path / str(number) for number in range(10))
-    before = profile(own, next(folders), steps=1)
+
+    def measure(config: RunConfig, rival: Profile | None) -> Profile:
+        return profile(config, next(folders), steps=1, rival=rival)
+
+    before = measure(own, None)
     for change in ({"train.compile": "auto"}, {"model.recompute": "auto"}):
         remedy = Remedy("compile", (), (0.0, 0.1), ("",), change, "")
-        done, state = _try(
-            Tuned([State(own, before)]),
-            remedy,
-            lambda config, rival: profile(config, next(folders), steps=1, rival=rival),
-        )
+        done, state = _try(Tuned([State(own, before)]), remedy, measure, measure)
         assert state is None and not done.kept and done.measured is None
         words = "compile: off, 60 steps could win back" if "train.compile" in change else "recompute none"
         assert done.verdict.startswith(f"changes nothing here: {words}")
@@ -291,7 +291,7 @@ def test_a_gain_within_the_spread_of_the_steps_is_put_back(run_file: Path) -> No
             replace(pretended(own), steps=steps, tokens=sum(n for n, _ in steps), seconds=sum(s for _, s in steps))
             for steps in (tuple((100, s) for s in left), tuple((tokens, s) for s in right))
         )
-        return _try(Tuned([State(own, before)]), remedy, lambda config, rival: after)[0]
+        return _try(Tuned([State(own, before)]), remedy, lambda *_: after, lambda *_: before)[0]
 
     assert tried([1.0] * 8, [0.9] * 8).kept, "steady steps show 11 %"
     noisy = tried([1.0, 1.5, 0.8, 1.3] * 2, [0.9, 0.8, 1.4, 1.0] * 2)
@@ -301,6 +301,21 @@ def test_a_gain_within_the_spread_of_the_steps_is_put_back(run_file: Path) -> No
     assert tried(uneven, [0.9 * each for each in uneven]).kept
     assert not tried(uneven, [0.9 * each for each in uneven], tokens=101).kept, "other documents: nothing is known"
     assert tried([1.0, 1.1] * 4, [0.3, 0.33] * 4, tokens=110).kept
+
+
+def test_a_machine_that_grows_quieter_wins_for_no_change(run_file: Path) -> None:
+    """Before every measurement but the first the machine is twice as fast: whatever came next was kept for +100 %."""
+    seen: list[RunConfig] = []
+
+    def measure(config: RunConfig, rival: Profile | None) -> Profile:
+        seen.append(config)
+        made = pretended(load_run(run_file).config)
+        return made if len(seen) == 1 else replace(made, seconds=made.seconds / 2)
+
+    found = tune(naive(run_file), measure, same, lambda done: None)
+    assert not found.kept and found.speedup == 1
+    assert found.rounds[0].measured == 0 and found.rounds[0].verdict == "put back: gains too little"
+    assert seen.count(found.config) == 2, "as it is, and again after the first that won"
 
 
 TEXT = """\

@@ -53,9 +53,9 @@ class Round:
         return "" if self.measured is None else f"{self.measured:+.1%} ±{self.spread:.1%}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class State:
-    """A configuration with its profile, and the round (index) that made it; None is the user's own."""
+    """A configuration with its fastest profile, and the round (index) that made it; None is the user's own."""
 
     config: RunConfig
     profile: Profile
@@ -95,14 +95,14 @@ def tune(config: RunConfig, measure: Measure, check: Check, tell: Callable[[Roun
     was kept.
 
     A remedy that was put back is not tried again with the same values; one that stayed changes the account, from which
-    the next are ranked. No configuration is measured or proved twice.
+    the next are ranked. No configuration is proved twice, and none measured twice but what a change won against.
     """
-    measure, proof = _remembered(measure), _Proof(config, check)
+    again, measure, proof = measure, _remembered(measure), _Proof(config, check)
     found = Tuned([State(config, measure(config, None))])
     at_fault: set[str] = set()
     tried: dict[str, State] = {}
     while True:
-        _search(found, at_fault, tried, measure, tell)
+        _search(found, at_fault, tried, measure, again, tell)
         if len(found.states) == 1:
             return found
         proved, reason = _prove(found, proof)
@@ -124,7 +124,12 @@ def tune(config: RunConfig, measure: Measure, check: Check, tell: Callable[[Roun
 
 
 def _search(
-    found: Tuned, at_fault: set[str], tried: dict[str, State], measure: Measure, tell: Callable[[Round], None]
+    found: Tuned,
+    at_fault: set[str],
+    tried: dict[str, State],
+    measure: Measure,
+    again: Measure,
+    tell: Callable[[Round], None],
 ) -> None:
     """tried: remedies with the state that each was tried on."""
     while True:
@@ -133,27 +138,35 @@ def _search(
         if not waiting:
             return
         tried[_key(waiting[0])] = found.states[-1]
-        done, state = _try(found, waiting[0], measure)
+        done, state = _try(found, waiting[0], measure, again)
         found.rounds.append(done)
         tell(done)
         if state is not None:
             found.states.append(state)
 
 
-def _try(found: Tuned, remedy: Remedy, measure: Measure) -> tuple[Round, State | None]:
+def _try(found: Tuned, remedy: Remedy, measure: Measure, again: Measure) -> tuple[Round, State | None]:
+    """again: measures anew. What a change is held against was measured before it: a machine that grew quieter since
+    would win for any change. So the former is measured once more after one that wins, and its faster profile counts."""
     try:
         candidate = changed(found.config, dict(remedy.change))
         after = measure(candidate, found.last)
+        if _wins(found.last, after):
+            found.states[-1].profile = max(found.last, again(found.config, None), key=lambda seen: seen.speed)
     except Unchanged as same:
         return Round(remedy, None, None, False, f"changes nothing here: {same.now.because(remedy.change)}"), None
     except (UserError, ValidationError, MemoryError, RuntimeError) as error:
         return Round(remedy, None, None, False, f"put back: {_why(error)}"), None
     won = after.speed / found.last.speed - 1
     noise = spread(found.last, after)
-    if won <= max(WORTH, noise):
+    if not _wins(found.last, after):
         little = "gains too little" if won <= WORTH else "gains no more than single steps differ by"
         return Round(remedy, won, after.mfu, False, f"put back: {little}", noise), None
     return Round(remedy, won, after.mfu, True, PROVISIONAL, noise), State(candidate, after, len(found.rounds))
+
+
+def _wins(before: Profile, after: Profile) -> bool:
+    return after.speed / before.speed - 1 > max(WORTH, spread(before, after))
 
 
 @dataclass
