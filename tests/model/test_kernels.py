@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -336,25 +335,27 @@ def test_without_time_everything_stays_plain_and_says_so():
     )
 
 
-def test_a_kernel_that_compiles_in_its_first_call_is_not_called_slow_for_it(monkeypatch):
-    """As Triton's do: a device that is said to be CUDA. Nor is it compiled for nothing where that took all the time."""
-    called = []
-
-    def plainly(x):
-        time.sleep(0.02)
-        return x * 1.0
-
-    def compiles_first(x):
-        time.sleep(0.0 if called else 0.5)
-        called.append(1)
-        return x * 1.0
-
+def test_a_kernel_that_compiles_in_its_first_call_is_not_compiled_for_nothing(monkeypatch):
+    """As Triton's do, on a device that is said to be CUDA, and on a clock that only the candidates move."""
+    clock = SimpleNamespace(now=0.0)
+    fake = SimpleNamespace(monotonic=lambda: clock.now, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(measure, "time", fake)
     monkeypatch.setattr(measure, "inputs_device", lambda inputs: "cuda")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    candidates = [Candidate("eager", plainly), Candidate("triton", compiles_first)]
+    called = []
+
+    def candidate(name, seconds, first):
+        def run(x):
+            clock.now += seconds if name in called else first
+            called.append(name)
+            return x * 1.0
+
+        return Candidate(name, run)
+
+    candidates = [candidate("eager", 0.02, 0.02), candidate("triton", 0.001, 5.0)]
     case = Case("any", "", candidates, lambda rows: (torch.ones(rows, 4, requires_grad=True),), 4, 2)
-    found = choose(case, 0.3)
-    assert found.chosen == "triton", found
+    found = choose(case, 3.0)
+    assert found.chosen == "triton" and found.results[1].seconds == pytest.approx(0.001), found
 
 
 def test_the_time_for_choosing_is_kept_and_what_was_not_tried_is_named(monkeypatch):
