@@ -26,6 +26,9 @@ def main() -> None:
     try:
         run()
     except SystemExit as leaving:
+        children = sys.modules.get("multiprocessing.process")
+        if children is not None and children.parent_process() is not None:
+            raise  # under `torchrun --run-path`, which waits for what its own child says at its end
         _leave(leaving.code)
 
 
