@@ -14,6 +14,7 @@ from torch import nn
 from headway.config.optim import OptimConfig
 from headway.config.train import LossConfig
 from headway.data.batch import Batch
+from headway.data.split import split_batch
 from headway.guard import tiers as tiers_module
 from headway.guard.checkpoint import CheckpointStore
 from headway.guard.spikes.figures import NAMES
@@ -21,6 +22,7 @@ from headway.guard.spikes.robust import Range
 from headway.guard.spikes.watcher import Limits
 from headway.guard.tiers import Tiers
 from headway.guard.training_state import capture, restore
+from headway.model.forward import real_token_mask
 from headway.model.kernels.attention import Kind, attention_case
 from headway.model.kernels.measure import choose
 from headway.model.kernels.whole import _batch
@@ -57,7 +59,7 @@ def test_every_path_of_attention_that_is_offered_is_right(heads: int, kv_heads: 
     kind = Kind(heads, kv_heads, head_dim, head_dim**-0.5, window, softcap, False)
     for lengths in ((8193,), (16,) * 500, (700, 1, 90)):
         slots = 8193 if CUDA else 513
-        found = choose(attention_case(kind, slots, lengths, NARROW, DEVICE), 5)
+        found = choose(attention_case(kind, slots, lengths, NARROW, DEVICE), 1)
         assert not [(r.name, r.reason) for r in found.results if r.wrong]
 
 
@@ -85,7 +87,9 @@ def test_the_spike_gate_holds_a_step_back_on_the_device_without_a_host_sync() ->
         torch.cuda.set_sync_debug_mode("error")
     try:
         held = learner.update([batch], batch.trained_tokens, limits(-100.0))
-        after = learner.update([batch], batch.trained_tokens, limits(math.inf))
+        # Cut as after an end of memory, and with the mask that rectangles need.
+        after = learner.update(split_batch(batch, 2), batch.trained_tokens, limits(math.inf))
+        real_token_mask(batch)
     finally:
         if CUDA:
             torch.cuda.set_sync_debug_mode("default")
