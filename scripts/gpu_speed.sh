@@ -4,13 +4,16 @@
 # LAYERS=36 (Qwen3-4B's shape, random weights), DTYPE=bfloat16, DOCUMENTS=64, ROUNDS=2, PEER_PYTHON (default: PYTHON).
 # One contestant after the other. On a CPU it runs a tiny shape: is the script itself right?
 set -euo pipefail
-cd "$(dirname "$0")/.."
-shards=$(realpath "${1:?give a folder of prepared shards}") tokenizer=$(realpath "${2:?give the folder of their tokenizer}")
-out=${3:-gpu_speed_out}
+shards=${1:?give a folder of prepared shards} tokenizer=${2:?give the folder of their tokenizer}
+here=$(dirname "$0")/..
+out=${3:-$here/gpu_speed_out}
+mkdir -p "$out"
+# All are the caller's, not this folder's.
+shards=$(realpath "$shards") tokenizer=$(realpath "$tokenizer") out=$(realpath "$out")
+cd "$here"
 python=${PYTHON:-python3}
 export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export PYTORCH_ALLOC_CONF=expandable_segments:True
-mkdir -p "$out"
 work=$(mktemp -d "$([ -w /dev/shm ] && echo /dev/shm || echo /tmp)/gpu_speed.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 

@@ -68,7 +68,7 @@ def test_torchrun_starts_the_ranks_too(path: Path, single: list[tuple[float, flo
 def test_a_planted_mean_over_ranks_is_caught(path: Path, single: list[tuple[float, float, int, int]]) -> None:
     def mean(run: Run, rank: int) -> None:
         real = run.learner._accumulate
-        run.learner._accumulate = lambda parts, trained: real(parts, 2 * trained)  # type: ignore[method-assign]
+        run.learner._accumulate = lambda parts, trained, *rest: real(parts, 2 * trained, *rest)  # type: ignore[method-assign]
 
     ran_on_two(path, "name=mean", "parallel.replicate=2", "parallel.fsdp=1", plant=mean)
     with pytest.raises(AssertionError):
