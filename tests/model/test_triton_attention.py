@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
+from model.interpreted import ask_for_the_interpreter
+
 if torch.cuda.is_available():
     pytest.skip("on a card the tests in tests/gpu run", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are decorated, Triton's own among them
+else:
+    ask_for_the_interpreter()
 pytest.importorskip("triton", reason="triton is not installed; `make test-kernels` runs this in its interpreter")
 
 from headway.model import recompute, triton_attention

@@ -107,10 +107,20 @@ def set_attention(model: PreTrainedModel, attention: Attention) -> str:
     eager). Asking for one that the model cannot run is a UserError, never a silent replacement.
     """
     chosen: str = attention
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None)
     if attention == "auto":
         if not _made_for_headway(model) or why_not_headway(model):
-            return model.config._attn_implementation
-        chosen = headway_attention.NAME
+            if not (capped and model.config._attn_implementation == "sdpa"):
+                return model.config._attn_implementation
+            chosen = "eager"
+        else:
+            chosen = headway_attention.NAME
+    if chosen == "sdpa" and capped:
+        # Releases of transformers before 5.24 let it pass, and sdpa leaves the cap out without a word.
+        raise UserError(
+            f"model.attention sdpa: {type(model).__name__} does not support it, since it caps its scores "
+            f"(attn_logit_softcapping {capped:g}); set model.attention=eager or auto"
+        )
     if chosen == headway_attention.NAME and (reason := why_not_headway(model)):
         raise UserError(f"model.attention headway: {reason}; set model.attention to sdpa or eager")
     try:
