@@ -81,9 +81,12 @@ class ChatTemplate:
         """
         blocks: list[str] = []
         spans: list[tuple[int, int]] = []
-        environment: Any = self._template.environment
+        # Of this environment's own extension: the method that transformers puts on the environment is that of the one
+        # which ours was made from, and before 5.24 the two do not share what they track.
+        extensions = self._template.environment.extensions.values()
+        tracker: Any = next(each for each in extensions if hasattr(each, "activate_tracker"))
         try:
-            with environment.activate_tracker(blocks, spans):
+            with tracker.activate_tracker(blocks, spans):
                 for block in self._template.generate(self._context(messages, tools, False)):
                     blocks.append(block)
                     # The tracker joins all blocks at each span: kept short, that is not quadratic in the turns.
