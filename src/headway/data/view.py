@@ -103,14 +103,8 @@ class View:
         """The view of the documents set aside for evaluation, each once. Raises UserError if there are none."""
         if not self.options.holdout:
             raise UserError("no documents were set aside for evaluation; give eval.holdout a number above 0")
-        return View(self._sources(), self.options, held_out=True)
-
-    def keeping_tails(self, keep: bool) -> View:
-        """This view with ``keep_tails`` so: the same pieces in the same rows, of other lengths."""
-        return View(self._sources(), replace(self.options, keep_tails=keep))
-
-    def _sources(self) -> list[Weighted]:
-        return [Weighted(store, weight) for store, weight in zip(self.stores, self.weights, strict=True)]
+        sources = [Weighted(store, weight) for store, weight in zip(self.stores, self.weights, strict=True)]
+        return View(sources, self.options, held_out=True)
 
     def select(self, seed: int, epoch: int) -> np.ndarray:
         """The rows of `pieces` that one epoch trains on (int64), each as often as its store's weight says.

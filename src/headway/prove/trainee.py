@@ -62,9 +62,7 @@ class Trainee:
 
     def batches(self, view: View, pieces: np.ndarray) -> list[Batch]:
         """These documents as this configuration's micro-batches, on its device."""
-        trim, tails = self.run.spikes.stream.options.trim, self.config.data.keep_tails
-        if view.options.keep_tails != tails:  # A's view: of the same documents B may keep what A leaves out
-            view = view.keeping_tails(tails)
+        trim = self.run.spikes.stream.options.trim
         made = micro_batches(self.config, view, pieces, reorder=self.reorder, trim=trim)
         return [batch.to(self.device) for batch in made]
 
