@@ -120,14 +120,12 @@ class Race:
 
     def all(self, contestants: Sequence[Contestant], one_by_one: bool) -> None:
         """The whole race; no contestant lives when it ends."""
-        try:
-            for group in [[each] for each in contestants] if one_by_one else [contestants]:
+        for group in [[each] for each in contestants] if one_by_one else [contestants]:
+            try:
                 self._run(group)
+            finally:
                 for contestant in group:
                     contestant.end()
-        finally:
-            for contestant in contestants:
-                contestant.end()
 
     def _run(self, contestants: Sequence[Contestant]) -> None:
         """Checks these, then takes them round by round, in turn."""

@@ -85,8 +85,8 @@ class Feeder:
 
     def __next__(self) -> Fed:
         """The next global batch; waits for it. Raises what the thread raised, and StopIteration once closed."""
-        while (fed := self.within(math.inf)) is None:
-            pass
+        fed = self.within(math.inf)
+        assert fed is not None  # there is no end to the time it has
         return fed
 
     def within(self, seconds: float) -> Fed | None:

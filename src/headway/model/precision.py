@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,17 +34,20 @@ def sensitive_modules(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn
     for pattern in unmatched(model, patterns):
         if "*" not in pattern and pattern != "lm_head":
             raise UserError(f"train.sensitive: {pattern} names no module of the model; patterns may hold *")
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if next(module.parameters(recurse=False), None) is not None and matches(name, patterns) and module is not head
-    }
+    return {name: module for name, module in _owners(model) if matches(name, patterns) and module is not head}
 
 
 def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Those patterns that name no module with parameters of its own."""
-    named = [name for name, part in model.named_modules() if next(part.parameters(recurse=False), None) is not None]
+    named = [name for name, _ in _owners(model)]
     return [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in named)]
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules with parameters of their own, by name."""
+    for name, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            yield name, module
 
 
 def keep_wide(model: nn.Module, patterns: Sequence[str]) -> list[str]:

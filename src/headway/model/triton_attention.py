@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -90,8 +91,13 @@ def kernels_missing(kind: str, index: int) -> str | None:
         return "its kernels are for CUDA"
     if torch.cuda.get_device_capability(index) < MIN_CAPABILITY:
         return "it needs compute capability 8.0"
+    return import_fails(_source)
+
+
+def import_fails(source: Callable[[], Any]) -> str | None:
+    """Why a file of Triton kernels cannot be imported, in words, or None."""
     try:
-        _source()
+        source()
     except Exception as error:  # a Triton built for another torch or driver raises whatever it likes
         return f"triton cannot be imported ({type(error).__name__})"
     return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from headway.account.errors import UserError
@@ -20,7 +21,7 @@ from headway.model.lora import apply_lora
 #: the size of a step nor the order of documents is among them, nor the schedule: both train at the full rate.
 COVERED = (
     "version", "preset", "device", "deterministic", "model", "optim", "data.chat_template",
-    "data.pack", "data.slots", "data.rows", "data.pad_to", "data.group_by_length", "data.keep_tails",
+    "data.pack", "data.slots", "data.rows", "data.pad_to", "data.group_by_length",
     "train.loss", "train.precision", "train.sensitive", "train.compile",
 )  # fmt: skip
 LEFT_OUT = ("model.offload", "model.lora.dropout")
@@ -101,6 +102,11 @@ def refuse_tensors_apart(a: Mapping[str, tuple[int, ...]], b: Mapping[str, tuple
         )
 
 
+def shapes_of(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter that is trained, by its full name."""
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
 def trained_tensors(config: RunConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of what the configuration trains; no weight is read or made."""
     source = config.model.path if config.model.path is not None else config.model.config
@@ -112,4 +118,4 @@ def trained_tensors(config: RunConfig) -> dict[str, tuple[int, ...]]:
         )
         if config.model.lora is not None:
             model = apply_lora(model, config.model.lora)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return shapes_of(model)

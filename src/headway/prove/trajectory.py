@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from headway.prove.coverage import shapes_of
 from headway.prove.rebatch import Steps
 from headway.prove.sample import sample
 from headway.prove.trainee import Trainee
@@ -38,13 +39,9 @@ def chosen_steps(steps: int) -> tuple[int, ...]:
     return tuple(sorted({0, steps // 2, steps - 1}))
 
 
-def shapes_of(trainee: Trainee) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(p.shape) for name, p in trainee.module.named_parameters() if p.requires_grad}
-
-
 def follow(name: str, trainee: Trainee, steps: Steps, tell: Callable[[str], None]) -> Trajectory:
     """Trains through all steps and evaluates on the held-out ones."""
-    found = Trajectory(name, shapes=shapes_of(trainee))
+    found = Trajectory(name, shapes=shapes_of(trainee.module))
     before = sample(trainee.module, "data")
     looked_at = chosen_steps(steps.trained)
     for number in range(steps.trained):

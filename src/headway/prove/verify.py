@@ -13,11 +13,18 @@ from headway.account.errors import UserError
 from headway.config.diff import Change, config_diff
 from headway.config.run import RunConfig
 from headway.parallel.device import choose_device
-from headway.prove.coverage import of_meaning, other_step, refuse_other_tensors, refuse_tensors_apart, uncompared
+from headway.prove.coverage import (
+    of_meaning,
+    other_step,
+    refuse_other_tensors,
+    refuse_tensors_apart,
+    shapes_of,
+    uncompared,
+)
 from headway.prove.judge import Verdict, judge
 from headway.prove.rebatch import Steps, documents_of, refuse_other_documents, tokens_per_step
 from headway.prove.trainee import Trainee
-from headway.prove.trajectory import Trajectory, follow, shapes_of
+from headway.prove.trajectory import Trajectory, follow
 from headway.train.data import prepare_sources
 
 #: One unit of rounding, relative, of what matrix products and stored weights are rounded to: 2^-p with p bits of
@@ -151,7 +158,7 @@ def _follow(
     trainee = make()
     try:
         if like is not None:
-            refuse_tensors_apart(like, shapes_of(trainee))
+            refuse_tensors_apart(like, shapes_of(trainee.module))
         return follow(name, trainee, plan, say)
     finally:
         trainee.close()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headway.data.batch import IGNORE
+from headway.model.triton_attention import import_fails
 
 MAX_WIDTH = 1 << 16
 """A row of the norm is held in one program's registers."""
@@ -30,11 +31,7 @@ def triton_cannot() -> str | None:
     """Why our kernels are out of the question on this machine, in words, or None."""
     if not torch.cuda.is_available():
         return "its kernels are for CUDA"
-    try:
-        _source()
-    except Exception as error:  # a Triton built for another torch or driver raises whatever it likes
-        return f"triton cannot be imported ({type(error).__name__})"
-    return None
+    return import_fails(_source)
 
 
 def triton_cross_entropy(logits: Tensor, labels: Tensor, z_loss: float, smoothing: float, gradient: bool) -> Tensor:
